@@ -1,0 +1,55 @@
+"""Every error a user of this package can meet. Each says what, got, wanted and the next step; `exit_code` is what the CLI exits with."""
+
+from __future__ import annotations
+
+
+def human_bytes(count: int) -> str:
+    """`count` bytes exactly and in a binary unit: `23500000 B (22.4 MiB)`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{count} B" if unit == "B" else f"{count} B ({value:.1f} {unit})"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+class Glm53Error(Exception):
+    """Base of all errors of this package that a person can act on."""
+
+    exit_code = 1
+
+
+class InputError(Glm53Error):
+    """The caller's input is at fault: prompt, sampling parameter, option, path."""
+
+    exit_code = 2
+
+
+class CheckpointError(InputError):
+    """A checkpoint cannot be used: missing or truncated file, wrong name, dtype or shape, unsupported model."""
+
+
+class RuntimeUnavailable(Glm53Error):
+    """No HIP runtime, no code object for the device, or another HIP library is already loaded."""
+
+    exit_code = 3
+
+
+class DeviceMemoryError(Glm53Error):
+    """Device memory is not enough: says what was asked, what is free and for which category."""
+
+    exit_code = 4
+
+
+class HipError(Glm53Error):
+    """A HIP call failed. Carries the call's name, the code and the runtime's text."""
+
+    exit_code = 5
+
+    def __init__(self, call: str, code: int, text: str, detail: str = ""):
+        self.call, self.code, self.text = call, code, text
+        super().__init__(f"{call} failed: {text} (hipError {code})" + (f"; {detail}" if detail else ""))
+
+
+class DeviceLost(HipError):
+    """The device faulted and is lost for this process: its requests end, nothing more runs on it. Next step: restart the process."""

@@ -1,0 +1,380 @@
+"""Argument structs of the kernels: the one place where their fields are written down.
+
+Each kernel takes one of these by value. `header()` writes the C twin with a static assertion per offset, and for the host build the offsets
+of the pointer fields (the cpu runtime checks them before a launch). Runs as a script without the package: `python args.py OUT.h`.
+Field comments: `name [shape] dtype`. T = the activation type of the kernel variant (f32 or bf16), W = its weight type.
+Strides are in elements unless the name says bytes. rows = query rows of this launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from ctypes import c_float, c_int32, c_uint32, c_uint64, c_void_p
+
+_C_NAME = {c_void_p: "void*", c_int32: "int32_t", c_uint32: "uint32_t", c_uint64: "uint64_t", c_float: "float"}
+
+
+class Args(ctypes.Structure):
+    """Base of the argument structs. Pointers first, then 8-byte, then 4-byte fields, so that no compiler inserts padding."""
+
+
+class embed_args(Args):
+    """y[r] = table[token[r]]"""
+
+    _fields_ = [
+        ("table", c_void_p),  # [vocab, hidden] W
+        ("tokens", c_void_p),  # [rows] i32, each in [0, vocab)
+        ("y", c_void_p),  # [rows, hidden] T
+        ("hidden", c_uint32),
+        ("vocab", c_uint32),
+    ]
+
+
+class norm_args(Args):
+    """RMS norm: y = w * T(x / sqrt(mean(x^2) + eps)); layer norm: y = w * (x - mean) / sqrt(var + eps) + bias"""
+
+    _fields_ = [
+        ("x", c_void_p),  # [rows, width] T, row stride x_stride
+        ("weight", c_void_p),  # [width] T
+        ("bias", c_void_p),  # [width] T, layer norm only, else null
+        ("y", c_void_p),  # [rows, width] T, row stride y_stride
+        ("width", c_uint32),
+        ("x_stride", c_uint32),
+        ("y_stride", c_uint32),
+        ("eps", c_float),
+    ]
+
+
+class rope_args(Args):
+    """Interleaved rotary embedding, in place on columns [offset, offset + dim) of each head of each row."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [rows, heads, head_stride] T, row stride row_stride
+        ("positions", c_void_p),  # [rows] i32
+        ("inv_freq", c_void_p),  # [dim / 2] f32
+        ("row_stride", c_uint32),
+        ("head_stride", c_uint32),
+        ("heads", c_uint32),
+        ("offset", c_uint32),
+        ("dim", c_uint32),
+    ]
+
+
+class matmul_args(Args):
+    """y[b, r, n] = sum_k x[b, r, k] * w[b, n, k] (+ residual[b, r, n]); `batch` independent products, e.g. one per head."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [batch, rows, k] X
+        ("w", c_void_p),  # [batch, n, k] W
+        ("residual", c_void_p),  # [batch, rows, n] Y or null; may be y itself
+        ("y", c_void_p),  # [batch, rows, n] Y
+        ("x_batch_stride", c_uint64),
+        ("w_batch_stride", c_uint64),
+        ("y_batch_stride", c_uint64),
+        ("rows", c_uint32),
+        ("n", c_uint32),
+        ("k", c_uint32),
+        ("x_stride", c_uint32),  # between rows
+        ("w_stride", c_uint32),
+        ("y_stride", c_uint32),
+    ]
+
+
+class silu_mul_args(Args):
+    """y = T(silu(gate)) * up, from rows that hold gate then up"""
+
+    _fields_ = [
+        ("x", c_void_p),  # [rows, 2 * width] T: gate columns, then up columns
+        ("y", c_void_p),  # [rows, width] T
+        ("count", c_uint64),  # rows * width
+        ("width", c_uint32),
+        ("_pad", c_uint32),
+    ]
+
+
+class append_args(Args):
+    """Writes one row per query row into its session's extents: row position p lies at
+    table[session][p / extent_rows] + (plane * extent_rows + p % extent_rows) * row_bytes."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [rows, width] T, row stride x_stride
+        ("tables", c_void_p),  # [sessions, table_stride] u64 extent addresses
+        ("sessions", c_void_p),  # [rows] i32 session index
+        ("positions", c_void_p),  # [rows] i32
+        ("x_stride", c_uint32),
+        ("width", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("plane", c_uint32),
+        ("row_bytes", c_uint32),
+    ]
+
+
+class index_score_args(Args):
+    """score[r, p] = sum_j gate[r, j] * head_scale * max(0, <q[r, j], key[p]> * key_scale) for p <= positions[r]; other columns untouched"""
+
+    _fields_ = [
+        ("q", c_void_p),  # [rows, heads, dim] T
+        ("gate", c_void_p),  # [rows, heads] f32
+        ("tables", c_void_p),  # [sessions, table_stride] u64 index-key extents
+        ("sessions", c_void_p),  # [rows] i32
+        ("positions", c_void_p),  # [rows] i32
+        ("scores", c_void_p),  # [rows, score_stride] f32
+        ("heads", c_uint32),
+        ("dim", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("plane", c_uint32),
+        ("key_bytes", c_uint32),  # bytes of one index key, dim * sizeof(T)
+        ("score_stride", c_uint32),
+        ("key_scale", c_float),
+        ("head_scale", c_float),
+        ("_pad", c_uint32),
+    ]
+
+
+class topk_args(Args):
+    """The min(k, positions[r] + 1) positions with the largest score, ties to the lowest position, written in ascending position order."""
+
+    _fields_ = [
+        ("scores", c_void_p),  # [rows, score_stride] f32; columns past positions[r] are not read
+        ("positions", c_void_p),  # [rows] i32
+        ("selected", c_void_p),  # [rows, k] i32; entries past counts[r] are -1
+        ("counts", c_void_p),  # [rows] i32
+        ("score_stride", c_uint32),
+        ("k", c_uint32),
+    ]
+
+
+class plan_args(Args):
+    """Resident plan: address of plane 0 of each selected row, so that layer l reads plan + l * plane_bytes."""
+
+    _fields_ = [
+        ("selected", c_void_p),  # [rows, k] i32
+        ("counts", c_void_p),  # [rows] i32
+        ("tables", c_void_p),  # [sessions, table_stride] u64
+        ("sessions", c_void_p),  # [rows] i32
+        ("plan", c_void_p),  # [rows, k] u64, 0 past counts[r]
+        ("k", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("row_bytes", c_uint32),
+    ]
+
+
+class attend_args(Args):
+    """Absorbed MLA attention over the planned rows: score = (<q_latent, latent> + <q_rope, rope>) * scale, softmax in f32 over the rows of
+    the plan in plan order, out[r, h] = sum_n p[n] * latent[n]. A history row is [latent | rope] in T."""
+
+    _fields_ = [
+        ("q_latent", c_void_p),  # [rows, heads, latent] T
+        ("q", c_void_p),  # [rows, heads, q_head_stride] T; the rope part starts at q_rope_offset of each head
+        ("plan", c_void_p),  # [rows, k] u64
+        ("counts", c_void_p),  # [rows] i32
+        ("out", c_void_p),  # [rows, heads, latent] T
+        ("plane_offset_bytes", c_uint64),  # plane * extent_rows * row_bytes
+        ("rows", c_uint32),
+        ("heads", c_uint32),
+        ("latent", c_uint32),
+        ("rope", c_uint32),
+        ("k", c_uint32),
+        ("q_head_stride", c_uint32),
+        ("q_rope_offset", c_uint32),
+        ("scale", c_float),
+    ]
+
+
+class router_args(Args):
+    """Sigmoid router with correction bias: pick by sigmoid + bias (groups first if n_group > 1), weigh by sigmoid, ties to the lowest id."""
+
+    _fields_ = [
+        ("logits", c_void_p),  # [rows, experts] f32
+        ("bias", c_void_p),  # [experts] f32
+        ("ids", c_void_p),  # [rows, k] i32, in order of decreasing choice
+        ("weights", c_void_p),  # [rows, k] f32
+        ("experts", c_uint32),
+        ("k", c_uint32),
+        ("n_group", c_uint32),
+        ("topk_group", c_uint32),
+        ("normalise", c_uint32),  # 1: divide by the sum of the chosen + 1e-20
+        ("scaling", c_float),
+    ]
+
+
+class expert_sort_args(Args):
+    """Groups the rows * k (row, slot) pairs by expert, stable by pair index. One block."""
+
+    _fields_ = [
+        ("ids", c_void_p),  # [pairs] i32
+        ("offsets", c_void_p),  # [experts + 1] i32: first sorted index of each expert
+        ("sorted_pairs", c_void_p),  # [pairs] i32: pair = row * k + slot
+        ("pairs", c_uint32),
+        ("experts", c_uint32),
+    ]
+
+
+class expert_matmul_args(Args):
+    """For each pair p with expert e: y[p] = x[row(p)] @ w[e]^T, where row(p) = p / pairs_per_row. The step variant takes pairs as they come
+    (ids), the prefill variant takes them grouped (offsets, sorted_pairs)."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [.., k] T
+        ("w", c_void_p),  # [experts, n, k] W
+        ("y", c_void_p),  # [pairs, n] T
+        ("ids", c_void_p),  # [pairs] i32, step variant, else null
+        ("offsets", c_void_p),  # [experts + 1] i32, prefill variant, else null
+        ("sorted_pairs", c_void_p),  # [pairs] i32, prefill variant, else null
+        ("w_expert_stride", c_uint64),
+        ("pairs", c_uint32),
+        ("pairs_per_row", c_uint32),  # top-k for gate/up (x per row), 1 for down (x per pair)
+        ("n", c_uint32),
+        ("k", c_uint32),
+    ]
+
+
+class expert_sum_args(Args):
+    """y[r] = residual[r] + T(T(sum over slots of weight * expert_out in f32) + shared[r]), slots ascending"""
+
+    _fields_ = [
+        ("expert_out", c_void_p),  # [rows, k, width] T
+        ("weights", c_void_p),  # [rows, k] f32
+        ("shared", c_void_p),  # [rows, width] T
+        ("residual", c_void_p),  # [rows, width] T; may be y itself
+        ("y", c_void_p),  # [rows, width] T
+        ("k", c_uint32),
+        ("width", c_uint32),
+    ]
+
+
+class sample_row(Args):
+    """Sampling parameters of one row, in device memory."""
+
+    _fields_ = [
+        ("seed", c_uint64),
+        ("position", c_uint32),  # position of the token being drawn: the counter of the generator
+        ("seen_row", c_int32),  # row of `seen`, -1: no repetition penalty
+        ("temperature", c_float),  # 0: greedy
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("repetition_penalty", c_float),
+        ("top_k", c_uint32),  # 0: off
+        ("n_logprobs", c_uint32),  # 0 to max_logprobs
+    ]
+
+
+class sample_args(Args):
+    """Draws one token per row: repetition penalty, temperature, top-k, top-p, min-p, then the inverse distribution at a Philox 4x32-10 draw keyed by
+    (seed, position). Log-probabilities are those of the raw logits (before penalty, temperature and filters)."""
+
+    _fields_ = [
+        ("logits", c_void_p),  # [rows, vocab] f32
+        ("params", c_void_p),  # [rows] sample_row
+        ("seen", c_void_p),  # [.., vocab] u8, 1: the token stands in the prompt or output; null if no row has a penalty
+        ("tokens", c_void_p),  # [rows] i32 out
+        ("logprobs", c_void_p),  # [rows] f32 out: of the token drawn
+        ("top_ids", c_void_p),  # [rows, max_logprobs] i32 out, or null
+        ("top_logprobs", c_void_p),  # [rows, max_logprobs] f32 out, or null
+        ("vocab", c_uint32),
+        ("max_logprobs", c_uint32),
+    ]
+
+
+class mark_seen_args(Args):
+    """seen[seen_rows[i], tokens[i]] = 1; entries with a negative row are skipped."""
+
+    _fields_ = [
+        ("seen", c_void_p),  # [.., vocab] u8
+        ("tokens", c_void_p),  # [count] i32
+        ("seen_rows", c_void_p),  # [count] i32
+        ("count", c_uint32),
+        ("vocab", c_uint32),
+    ]
+
+
+class dequant_args(Args):
+    """y[r, c] = W(float(x[r, c]) * scale[r / 128, c / 128]); scale null: a plain conversion (e4m3 needs one)."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [rows, cols] e4m3, bf16 or f32
+        ("scale", c_void_p),  # [ceil(rows / 128), ceil(cols / 128)] f32 or null
+        ("y", c_void_p),  # [rows, cols] W
+        ("rows", c_uint32),
+        ("cols", c_uint32),
+    ]
+
+
+class split_kv_b_args(Args):
+    """kv_b [heads, nope + v, latent] -> wk [heads, latent, nope] (transposed) and wv [heads, v, latent]"""
+
+    _fields_ = [
+        ("kv_b", c_void_p),  # [heads * (nope + v), latent] W
+        ("wk", c_void_p),  # [heads, latent, nope] W
+        ("wv", c_void_p),  # [heads, v, latent] W
+        ("heads", c_uint32),
+        ("nope", c_uint32),
+        ("v", c_uint32),
+        ("latent", c_uint32),
+    ]
+
+
+class litmus_args(Args):
+    """Message passing: the sender stores data words, then the sequence number; the receiver waits for the number and checks the data."""
+
+    _fields_ = [
+        ("mailbox", c_void_p),  # [1 + words] u64: sequence, then data
+        ("reply", c_void_p),  # [1] u64: sequence echoed by the receiver
+        ("result", c_void_p),  # [2] u64: rounds done, first bad round + 1
+        ("budget", c_uint64),  # polls per wait
+        ("rounds", c_uint32),
+        ("words", c_uint32),
+    ]
+
+
+class counter_args(Args):
+    """One node of the graph litmus: state[slot] = state[slot] * 6364136223846793005 + step[0], so that order and count show in the result."""
+
+    _fields_ = [
+        ("state", c_void_p),  # [slots] u64
+        ("step", c_void_p),  # [1] u64, changes between replays
+        ("slot", c_uint32),
+        ("_pad", c_uint32),
+    ]
+
+
+class copy_words_args(Args):
+    """y[i] = x[i] for count 16-byte words; x may be registered host memory or a peer's."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("count", c_uint64),
+    ]
+
+
+def structs() -> list[type[Args]]:
+    """All argument structs, in order of definition."""
+    return [s for s in Args.__subclasses__()]
+
+
+def header() -> str:
+    """C text of args.h: struct, offset assertions, and for the host build the pointer offsets."""
+    out = ["// args.h - written by glm53/ops/args.py at build time. Do not edit.", "#pragma once", ""]
+    for struct in structs():
+        name = struct.__name__
+        fields = [(f[0], f[1]) for f in struct._fields_]
+        out += [f"struct {name} {{"] + [f"  {_C_NAME[ctype]} {field};" for field, ctype in fields] + ["};"]
+        out += [f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}: size differs from glm53/ops/args.py");']
+        for field, _ in fields:
+            offset = getattr(struct, field).offset
+            out += [f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "{name}.{field}: offset differs from glm53/ops/args.py");']
+        pointers = [str(getattr(struct, field).offset) for field, ctype in fields if ctype is c_void_p]
+        out += ["#if defined(GLM53_HOST)"]
+        out += [f"static const unsigned short {name}_pointers[] = {{{', '.join(pointers) or '0'}}};"]
+        out += [f"enum {{ {name}_pointer_count = {len(pointers)} }};", "#endif", ""]
+    return "\n".join(out)
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "w") as target:
+        target.write(header())

@@ -1,0 +1,94 @@
+"""Element types and the frozen shape of a GLM-5.3 model.
+
+Owns the vocabulary every other module shares: `DType` and `ModelSpec`. Imports nothing of this package but the errors. A model is one
+`ModelSpec` value; after loading has compared every tensor with it, code uses its attributes and never looks at config.json again.
+Source of every formula: config.json of the released checkpoints read by transformers 5.24.0's rules.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class DType(enum.Enum):
+    """Element type of a buffer: name and bytes per element."""
+
+    F32 = ("f32", 4)
+    BF16 = ("bf16", 2)
+    F8E4M3 = ("f8e4m3", 1)
+    I32 = ("i32", 4)
+    I64 = ("i64", 8)
+    U8 = ("u8", 1)
+    U32 = ("u32", 4)
+    U64 = ("u64", 8)
+
+    def __init__(self, label: str, item_bytes: int):
+        self.label = label
+        self.item_bytes = item_bytes
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of a `glm_moe_dsa` model. Widths in elements, counts in units of what they count.
+
+    A history row is `kv_lora_rank + qk_rope_head_dim` values per token and layer; an index key is `index_head_dim` values per token and
+    full layer.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    n_layers: int  # main layers, the MTP layer not counted
+    n_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    dense_width: int  # intermediate_size
+    expert_width: int  # moe_intermediate_size
+    n_routed_experts: int
+    n_experts_per_tok: int
+    n_shared_experts: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    rope_theta: float
+    rms_norm_eps: float
+    latent_norm_eps: float  # of q_a_layernorm and kv_a_layernorm; transformers 1e-6, vLLM and SGLang 1e-5
+    max_position_embeddings: int
+    layer_is_full: tuple[bool, ...]  # True: the layer has an indexer; False: it uses the selection of the closest full layer before it
+    layer_is_sparse: tuple[bool, ...]  # True: mixture of experts; False: dense MLP
+    n_mtp_layers: int  # MTP layers in the checkpoint, 0 or 1
+    eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def row_width(self) -> int:
+        """Values in one history row: normalised latent, then the rotated RoPE part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.qk_head_dim**-0.5
+
+    @property
+    def shared_width(self) -> int:
+        return self.expert_width * self.n_shared_experts
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, full in enumerate(self.layer_is_full) if full)
+
+    @property
+    def index_plane(self) -> dict[int, int]:
+        """Plane of each full layer in an index-key extent."""
+        return {layer: plane for plane, layer in enumerate(self.full_layers)}

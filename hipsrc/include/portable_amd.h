@@ -1,0 +1,74 @@
+// portable_amd.h - clang -x hip -nogpuinc -nogpulib, gfx9 (wave64), gfx11 and gfx12 (wave32). No ROCm headers, no device libraries.
+#pragma once
+typedef unsigned char uint8_t;
+typedef signed char int8_t;
+typedef unsigned short uint16_t;
+typedef short int16_t;
+typedef unsigned int uint32_t;
+typedef int int32_t;
+typedef unsigned long uint64_t;
+typedef long int64_t;
+typedef unsigned long size_t;
+
+#define DEVICE static inline __attribute__((device, always_inline))
+#define SHARED(type, name, count) __attribute__((shared)) type name[count]
+// clang ignores launch_bounds for AMDGPU; this attribute is what sets .max_flat_workgroup_size.
+#define KERNEL(name, args_type, threads)                                                             \
+  extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads))) void name(const args_type a)
+#define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
+#define UNROLL _Pragma("unroll")
+
+#if defined(__GFX9__)
+#define WAVE 64
+#else
+#define WAVE 32
+#endif
+
+DEVICE uint32_t thread_id() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE uint32_t block_x() { return __builtin_amdgcn_workgroup_id_x(); }
+DEVICE uint32_t block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE uint32_t block_z() { return __builtin_amdgcn_workgroup_id_z(); }
+DEVICE uint32_t lane_id() {
+#if WAVE == 64
+  return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0));
+#else
+  return __builtin_amdgcn_mbcnt_lo(~0u, 0);
+#endif
+}
+DEVICE void block_sync() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+DEVICE int32_t shuffle_from(int32_t v, uint32_t lane) { return __builtin_amdgcn_ds_bpermute((int)((lane & (WAVE - 1)) << 2), v); }
+DEVICE uint32_t shuffle_from(uint32_t v, uint32_t lane) { return (uint32_t)shuffle_from((int32_t)v, lane); }
+DEVICE float shuffle_from(float v, uint32_t lane) { return __builtin_bit_cast(float, shuffle_from(__builtin_bit_cast(int32_t, v), lane)); }
+template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return shuffle_from(v, lane_id() ^ mask); }
+
+DEVICE float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE float exp_f32(float x) { return __builtin_expf(x); }
+DEVICE float log_f32(float x) { return __builtin_logf(x); }
+DEVICE float sqrt_f32(float x) { return __builtin_sqrtf(x); }
+DEVICE float floor_f32(float x) { return __builtin_floorf(x); }
+DEVICE float rint_f32(float x) { return __builtin_rintf(x); }
+DEVICE float max_f32(float a, float b) { return __builtin_fmaxf(a, b); }
+DEVICE float min_f32(float a, float b) { return __builtin_fminf(a, b); }
+DEVICE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+DEVICE float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
+
+DEVICE uint32_t global_add(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+DEVICE uint32_t lds_add(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
+DEVICE uint64_t lds_add(uint64_t* p, uint64_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
+
+// System scope: what another device or the host sees while this kernel runs (memory must be uncached, fine-grained or coherent host memory).
+DEVICE void store_system(uint64_t* p, uint64_t v) { __hip_atomic_store(p, v, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM); }
+DEVICE void store_system(uint32_t* p, uint32_t v) { __hip_atomic_store(p, v, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM); }
+DEVICE uint64_t load_system(const uint64_t* p) { return __hip_atomic_load(const_cast<uint64_t*>(p), __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM); }
+DEVICE uint32_t load_system(const uint32_t* p) { return __hip_atomic_load(const_cast<uint32_t*>(p), __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM); }
+DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, ""); }
+DEVICE void give_way() { __builtin_amdgcn_s_sleep(1); }
+
+template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {
+  (void)bytes;
+  return (T*)address;
+}
