@@ -4,10 +4,11 @@
 //   SHARED(type, name, count)           workgroup memory (LDS)
 //   fma_f32, exp_f32, log_f32, sqrt_f32, rsqrt_f32, sincos_f32, max_f32, min_f32
 //   bf16 (raw bits in a struct), load_f32(ptr), store_f32(ptr, value): f32 or bf16 memory, f32 in registers, round to nearest even
+//   words16                             16 aligned bytes, for copies
 //   lds_add(ptr, v) u32/u64, global_add(ptr, v) u32           atomics, relaxed
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
 //   pointer_from<T>(address, bytes)     a pointer that was read from memory (extent table, plan); checked on the host
-// Rules: no bare wave width, no calls left out of line, no __constant__ tables, one by-value argument struct.
+// Rules: at most 48 KiB of SHARED a kernel (nvcc refuses more static memory), no bare wave width, no calls left out of line, no __constant__
 #pragma once
 #if defined(GLM53_HOST)
 #include "portable_host.h"

@@ -43,6 +43,9 @@ DEVICE void block_sync() {
 DEVICE int32_t shuffle_from(int32_t v, uint32_t lane) { return __builtin_amdgcn_ds_bpermute((int)((lane & (WAVE - 1)) << 2), v); }
 DEVICE uint32_t shuffle_from(uint32_t v, uint32_t lane) { return (uint32_t)shuffle_from((int32_t)v, lane); }
 DEVICE float shuffle_from(float v, uint32_t lane) { return __builtin_bit_cast(float, shuffle_from(__builtin_bit_cast(int32_t, v), lane)); }
+DEVICE uint64_t shuffle_from(uint64_t v, uint32_t lane) {
+  return (uint64_t)shuffle_from((uint32_t)(v >> 32), lane) << 32 | shuffle_from((uint32_t)v, lane);
+}
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return shuffle_from(v, lane_id() ^ mask); }
 
 DEVICE float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

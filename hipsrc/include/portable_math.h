@@ -5,6 +5,11 @@ struct bf16 {
   uint16_t bits;
 };
 
+// 16 bytes moved as one: both addresses must be multiples of 16.
+struct alignas(16) words16 {
+  uint32_t w[4];
+};
+
 DEVICE float bf16_to_f32(bf16 v) { return float_of((uint32_t)v.bits << 16); }
 // Round to nearest even; NaN stays NaN (quiet).
 DEVICE bf16 f32_to_bf16(float f) {

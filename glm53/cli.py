@@ -1,0 +1,288 @@
+"""The command line: `glm53 generate|inspect|devices|selftest`. Imports the engine only when a command runs, so that --help needs no device."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from glm53.config import EngineConfig
+from glm53.errors import Glm53Error, InputError, human_bytes
+from glm53.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from glm53.engine import Engine
+
+EXIT_CODES = """\b
+Exit codes: 0 done; 1 other error; 2 bad input (option, prompt, checkpoint); 3 no runtime or no code object
+for the device; 4 not enough device memory; 5 a HIP call failed or the device was lost; 130 interrupted."""
+
+
+class Command(click.Command):
+    """A command whose options are listed in titled groups, in the order they were declared; turns errors of this package into exit codes."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Glm53Error as error:
+            click.echo(f"glm53 {self.name}: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+class GroupedOption(click.Option):
+    """An option that knows the title it is listed under."""
+
+    def __init__(self, *args: Any, group: str = "Other", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+def option(*names: str, group: str, **kwargs: Any) -> Any:
+    return click.option(*names, cls=GroupedOption, group=group, **kwargs)
+
+
+def engine_options(command: Any) -> Any:
+    """Adds an option for every field of EngineConfig, with the field's default and help."""
+    for spec in reversed(fields(EngineConfig)):
+        default = spec.default
+        flag = "--" + spec.name.replace("_", "-")
+        extra: dict[str, Any] = {"is_flag": True} if isinstance(default, bool) else {"type": type(default)}
+        if "choices" in spec.metadata:
+            extra["type"] = click.Choice(spec.metadata["choices"])
+        command = option(flag, spec.name, group="Engine", default=default, show_default=True, help=spec.metadata["help"], **extra)(command)
+    return command
+
+
+def sampling_option(flag: str, kind: Any, text: str) -> Any:
+    """An option of SamplingParams. Not given: the checkpoint's generation_config.json, else the default of SamplingParams."""
+    return option(flag, flag[2:].replace("-", "_"), group="Sampling", type=kind, default=None, help=text)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
+@click.version_option(version("glm53"), prog_name="glm53")
+def main() -> None:
+    """Run GLM-5.3 (glm_moe_dsa) checkpoints without torch, on AMD GPUs, NVIDIA GPUs or the CPU."""
+
+
+@main.command(cls=Command, epilog='Example: glm53 generate models/glm53-demo "In the beginning" --temperature 0 --max-tokens 64\n\n' + EXIT_CODES)
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("prompt", required=False)
+@option("--prompt-file", group="Prompt", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the prompt from a UTF-8 file.")
+@option("--prompt-ids", group="Prompt", help="The prompt as token ids: 1,2,3.")
+@option("--chat", group="Prompt", is_flag=True, help="Put the prompt into the checkpoint's chat template as one user message.")
+@option("--system", group="Prompt", help="System message before it (with --chat).")
+@option("--reasoning-effort", group="Prompt", type=click.Choice(["low", "high", "max"]), default="max", show_default=True, help="With --chat.")
+@sampling_option("--temperature", float, "0 is greedy.")
+@sampling_option("--top-p", float, "Mass of the most probable tokens kept, in (0, 1].")
+@sampling_option("--top-k", int, "Number of most probable tokens kept; 0: all.")
+@sampling_option("--min-p", float, "Drop tokens less probable than this share of the best one, in [0, 1].")
+@sampling_option("--repetition-penalty", float, "Above 1 discourages tokens of the prompt and output.")
+@sampling_option("--seed", int, "Same seed, same text. Not given: a fresh one, printed at the end.")
+@sampling_option("--max-tokens", int, "New tokens at most. [default: 256]")
+@option("--stop", group="Sampling", multiple=True, help="End before this string (may be repeated).")
+@option("--logprobs", group="Sampling", type=int, default=None, help="With --json: log-probability of each token and of the n best.")
+@option("--ignore-eos", group="Sampling", is_flag=True, help="Go on past end-of-sequence tokens.")
+@engine_options
+@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object instead of streaming text.")
+@option("--quiet", group="Output", is_flag=True, help="No progress and no summary line on standard error.")
+def generate(model: Path, prompt: str | None, **options: Any) -> None:
+    """Continue PROMPT with MODEL, a Hugging Face checkpoint directory.
+
+    PROMPT may be an argument, a file (--prompt-file) or standard input.
+    """
+    from glm53.engine import Engine
+
+    settings = {f.name: options.pop(f.name) for f in fields(EngineConfig)}
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    source = {name: options.pop(name) for name in ("prompt_file", "prompt_ids", "chat", "system", "reasoning_effort")}
+    text = read_prompt(prompt, source)
+    config = EngineConfig(**settings)
+    SamplingParams(**{k: v for k, v in options.items() if v is not None})  # refuses bad values before a device is touched
+    show = not quiet and not as_json
+    with Engine.open(model, config, progress=LoadProgress() if show and sys.stderr.isatty() else None) as engine:
+        params = replace(engine.defaults.params(), **{k: v for k, v in options.items() if v is not None})
+        if source["chat"]:
+            if engine.tokenizer is None:
+                raise InputError("--chat: this checkpoint has no tokenizer.json")
+            messages = [{"role": "system", "content": source["system"]}] if source["system"] else []
+            messages.append({"role": "user", "content": text})
+            ids = engine.tokenizer.encode_chat(messages, reasoning_effort=source["reasoning_effort"])
+        elif source["prompt_ids"]:
+            ids = parse_ids(source["prompt_ids"])
+        else:
+            ids = engine.encode(text)
+        report(engine, ids, params, as_json, show)
+
+
+def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool, show: bool) -> None:
+    """Runs one prompt, prints text (or JSON) on standard output and the summary on standard error."""
+    started = time.perf_counter()
+    first, pieces, tokens, logprobs, reason = 0.0, [], [], [], None
+    if params.seed is None:
+        params = replace(params, seed=engine.fresh_seed())
+    for chunk in engine.stream(ids, params):
+        first = first or time.perf_counter()
+        pieces.append(chunk.text)
+        tokens += chunk.token_ids
+        logprobs += chunk.logprobs
+        reason = chunk.finish_reason or reason
+        if not as_json:
+            click.echo(chunk.text, nl=False)
+            sys.stdout.flush()
+    ended = time.perf_counter()
+    prefill_s, decode_s = first - started, ended - first
+    memory = engine.memory()
+    rates = {"prompt_tokens_per_s": len(ids) / prefill_s, "decode_tokens_per_s": (len(tokens) - 1) / decode_s if len(tokens) > 1 else 0.0}
+    if as_json:
+        out = {
+            "text": "".join(pieces),
+            "token_ids": tokens,
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(tokens),
+            "finish_reason": reason,
+            "seed": params.seed,
+            **{name: round(value, 3) for name, value in rates.items()},
+            "runtime": engine.device.runtime,
+            "device": engine.device.name,
+            "memory_bytes": memory,
+        }
+        if params.logprobs is not None:
+            out["logprobs"] = [{"token_id": t.token_id, "logprob": t.logprob, "top": [list(pair) for pair in t.top]} for t in logprobs]
+        click.echo(json.dumps(out, ensure_ascii=False))
+        return
+    click.echo()
+    if show:
+        click.echo(
+            f"[{len(ids)} prompt tokens at {rates['prompt_tokens_per_s']:.1f}/s, {len(tokens)} new at {rates['decode_tokens_per_s']:.1f}/s, "
+            f"{reason}, seed {params.seed}; {engine.device.runtime}: {engine.device.name}; "
+            + ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in memory.items())
+            + "]",
+            err=True,
+        )
+
+
+def read_prompt(prompt: str | None, source: dict[str, Any]) -> str:
+    """The prompt's text from exactly one source. Raises InputError on none, several, or invalid UTF-8."""
+    given = [name for name, value in (("PROMPT", prompt), ("--prompt-file", source["prompt_file"]), ("--prompt-ids", source["prompt_ids"])) if value]
+    if len(given) > 1:
+        raise InputError(f"prompt: got {' and '.join(given)}, wanted one of them")
+    if source["system"] and not source["chat"]:
+        raise InputError("--system needs --chat")
+    if source["chat"] and source["prompt_ids"]:
+        raise InputError("--chat takes a text, --prompt-ids are used as they are; give one of the two")
+    if source["prompt_ids"]:
+        return ""
+    if prompt is not None:
+        try:
+            prompt.encode("utf-8")  # undecodable bytes of an argument arrive as lone surrogates
+        except UnicodeEncodeError as error:
+            raise InputError("prompt argument: it is not valid UTF-8; save it as UTF-8 and use --prompt-file") from error
+        text = prompt
+    else:
+        if not source["prompt_file"] and sys.stdin.isatty():
+            raise InputError("no prompt: give it as an argument, with --prompt-file, or on standard input")
+        name = source["prompt_file"] or "standard input"
+        raw = source["prompt_file"].read_bytes() if source["prompt_file"] else sys.stdin.buffer.read()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{name}: byte {error.start} ({raw[error.start]:#04x}) is not valid UTF-8; convert the file to UTF-8") from error
+    if not text:
+        raise InputError("prompt: it is empty, wanted at least one token")
+    return text
+
+
+def parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--prompt-ids: got {text!r}, wanted integers with commas between them: 1,2,3") from error
+
+
+class LoadProgress:
+    """A line on standard error that follows the loading of weights; at most ten updates a second."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._shown = 0.0
+
+    def __call__(self, done_bytes: int, total_bytes: int, name: str) -> None:
+        now = time.monotonic()
+        finished = done_bytes >= total_bytes
+        if now - self._shown < 0.1 and not finished:
+            return
+        self._shown = now
+        rate = done_bytes / max(now - self._started, 1e-9) / 2**20
+        line = f"loading {100 * done_bytes / max(total_bytes, 1):3.0f} %  {done_bytes / 2**20:.0f} of {total_bytes / 2**20:.0f} MiB  {rate:.0f} MiB/s"
+        click.echo("\r\x1b[K" + ("" if finished else line), err=True, nl=False)
+
+
+@main.command(cls=Command, epilog="Example: glm53 inspect models/glm53-demo\n\n" + EXIT_CODES)
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
+def inspect(model: Path, as_json: bool) -> None:
+    """Show a checkpoint's shape, formats, bytes per kind of tensor and what a token of history costs. Needs no device."""
+    from glm53.inspect import inspect_checkpoint
+
+    inspection = inspect_checkpoint(model)
+    click.echo(json.dumps(inspection.as_dict(), indent=2) if as_json else inspection.table())
+
+
+@main.command(cls=Command, epilog="Example: glm53 devices --runtime cpu\n\n" + EXIT_CODES)
+@option("--runtime", group="Engine", type=click.Choice(["auto", "rocm", "cuda", "cpu"]), default="auto", show_default=True, help="HIP runtime.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
+def devices(runtime: str, as_json: bool) -> None:
+    """List the devices of a runtime, why it was chosen and which code objects exist."""
+    from glm53.hip import code_objects, list_devices
+    from glm53.hip import runtime as hip_runtime
+
+    info = hip_runtime.select(None if runtime == "auto" else runtime)
+    rows = list_devices()
+    objects = code_objects()
+    if as_json:
+        click.echo(json.dumps({"runtime": info.name, "library": str(info.library), "reason": info.reason, "devices": rows, "objects": objects}))
+        return
+    click.echo(f"runtime {info.name} ({info.reason}), library {info.library}")
+    for row in rows:
+        click.echo(
+            f"  {row['index']}: {row['name']}, {row['arch']}, {human_bytes(row['total_bytes'])}, {human_bytes(row['free_bytes'])} free, "
+            f"code object {'present' if row['arch'] in objects else 'MISSING'}"
+        )
+    click.echo("code objects: " + ", ".join(sorted(objects)))
+
+
+@main.command(cls=Command, epilog="Example: glm53 selftest --device 0\n\n" + EXIT_CODES)
+@option("--runtime", group="Engine", type=click.Choice(["auto", "rocm", "cuda", "cpu"]), default="auto", show_default=True, help="HIP runtime.")
+@option("--device", "device_index", group="Engine", type=int, default=0, show_default=True, help="Device index.")
+@option("--thorough", group="Output", is_flag=True, help="Also the large cases.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
+def selftest(runtime: str, device_index: int, thorough: bool, as_json: bool) -> None:
+    """Check every kernel family, graphs, registered memory, peer access and streams on a device, and print what holds.
+
+    Send the table to the project when something fails: it names versions and code objects.
+    """
+    from glm53.check.selftest import run_selftest
+
+    result = run_selftest(None if runtime == "auto" else runtime, device_index, thorough, echo=None if as_json else click.echo)
+    if as_json:
+        click.echo(json.dumps(result.as_dict()))
+    if result.failed:
+        raise Glm53Error(f"{result.failed} of {result.total} checks failed; the lines marked FAIL say which")

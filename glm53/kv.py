@@ -1,0 +1,105 @@
+"""History memory on a device: extents of rows behind per-session tables that kernels read.
+
+`RowStore` binds the pure bookkeeping of `glm53.mem` to one device: it allocates slabs, keeps the extent tables in device memory up to date
+and says where things are. One store holds one kind of row (MLA rows, index keys) for all sessions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from glm53.errors import DeviceMemoryError, InputError
+from glm53.hip import Array, Buffer, Device, Stream
+from glm53.mem.extents import ExtentPool, ExtentShape
+from glm53.mem.history import History, OutOfExtents
+from glm53.spec import DType
+
+SLAB_BYTES = 32 << 20  # a slab is at least one extent; large enough that a long history needs few allocations
+
+
+class RowStore:
+    """Rows of `sessions_max` sessions in device memory (the resident tier).
+
+    `tables` [sessions_max, extents_max] u64 in device memory: address of each extent of each session by position. Table changes are ordered
+    on `stream`, where the kernels that read them must run too.
+    """
+
+    def __init__(self, device: Device, stream: Stream, shape: ExtentShape, sessions_max: int, rows_max: int, category: str):
+        self.device, self.stream, self.shape, self.category = device, stream, shape, category
+        self.rows_max = rows_max
+        self.extents_max = shape.extents_for(rows_max)
+        self.pool = ExtentPool(shape)
+        self._slabs: list[Buffer] = []
+        self._histories: dict[int, History] = {}
+        self._slots = list(range(sessions_max - 1, -1, -1))
+        self.tables = Array.empty(device, DType.U64, (sessions_max, self.extents_max), category="tables")
+
+    def open(self) -> int:
+        """A new, empty history; returns its row in `tables`. Raises InputError when all are in use."""
+        if not self._slots:
+            raise InputError(f"all {len(self._histories)} sessions are in use; close one first or open the engine with a larger sessions_max")
+        slot = self._slots.pop()
+        self._histories[slot] = History(self.pool)
+        return slot
+
+    def rows(self, slot: int) -> int:
+        """Rows written so far."""
+        return self._histories[slot].rows
+
+    def reserve(self, slot: int, rows: int) -> None:
+        """Makes room for `rows` rows in all and updates the session's table. Raises DeviceMemoryError with nothing changed."""
+        history = self._histories[slot]
+        if rows > self.rows_max:
+            raise InputError(f"{self.category}: {rows} rows asked, the store was opened for {self.rows_max} rows a session")
+        try:
+            grown = history.reserve(rows)
+        except OutOfExtents as short:
+            self._grow(short.missing)
+            grown = history.reserve(rows)
+        if grown:
+            table = np.zeros(self.extents_max, np.uint64)
+            table[: len(history.addresses)] = history.addresses
+            self.tables.slice(slot, slot + 1).upload(table[None, :], self.stream)
+
+    def _grow(self, extents: int) -> None:
+        wanted = max(extents, min(SLAB_BYTES // self.shape.extent_bytes, self.extents_max))
+        try:
+            buffer = self.device.alloc(wanted * self.shape.extent_bytes, category=self.category)
+        except DeviceMemoryError:
+            if wanted == extents:
+                raise
+            wanted = extents
+            buffer = self.device.alloc(wanted * self.shape.extent_bytes, category=self.category)
+        self._slabs.append(buffer)
+        self.pool.add_slab(buffer.address, wanted)
+
+    def advance(self, slot: int, rows: int) -> None:
+        """`rows` rows were (or are, in stream order, about to be) written behind the present ones."""
+        self._histories[slot].advance(rows)
+
+    def truncate(self, slot: int, rows: int) -> None:
+        """Keeps the first `rows` rows. The caller has made sure that no kernel still works on the rows behind."""
+        self._histories[slot].truncate(rows)
+
+    def release(self, slot: int) -> None:
+        """Ends a history; its extents go back to the pool."""
+        self._histories.pop(slot).close()
+        self._slots.append(slot)
+
+    def check(self) -> None:
+        """Invariants of pool and histories; every extent in use belongs to exactly one history of this store."""
+        self.pool.check()
+        used = 0
+        for history in self._histories.values():
+            history.check()
+            used += history.reserved_rows // self.shape.extent_rows
+        assert used == self.pool.capacity - self.pool.free, f"histories hold {used} extents, the pool lent {self.pool.capacity - self.pool.free}"
+
+    def free(self) -> None:
+        """Gives all device memory back."""
+        for history in self._histories.values():
+            history.close()
+        self._histories.clear()
+        while self._slabs:
+            self._slabs.pop().free()
+        self.tables.buffer.free()

@@ -1,0 +1,1 @@
+"""Reading a checkpoint and running it: `checkpoint` (files), `names` (tensors wanted), `weights` (device arrays), `forward` (the pass)."""

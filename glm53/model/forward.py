@@ -1,0 +1,255 @@
+"""The forward pass: which kernel runs after which for a batch of rows.
+
+Rows of a batch may belong to different sessions; kernels find histories only through tables. Two classes of rows exist: STEP (decode, any
+number of rows) and PREFILL (prompt chunks); within a class the bits of a row depend on nothing beside it.
+Formulas and names: transformers 5.24.0 `glm_moe_dsa`, absorbed form of MLA attention.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from glm53.hip import Array, Device, Stream
+from glm53.kv import RowStore
+from glm53.model.weights import DenseWeights, IndexerWeights, LayerWeights, MoeWeights, Weights
+from glm53.ops import attention, basic, experts, history, matmul, selection
+from glm53.spec import DType, ModelSpec
+
+INDEX_NORM_EPS = 1e-6  # of the indexer's LayerNorm; fixed in every implementation
+SCORE_BYTES_MAX = 64 << 20  # scores of one tile of query rows; bounds the indexer's memory whatever the context
+
+
+class RowClass(enum.Enum):
+    """Which reduction order computes a row."""
+
+    STEP = "step"
+    PREFILL = "tile"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one pass, host side. Positions must already be reserved in the stores."""
+
+    tokens: np.ndarray  # [rows] int32
+    positions: np.ndarray  # [rows] int32
+    sessions: np.ndarray  # [rows] int32, slots of the stores
+
+
+class Workspace:
+    """Named scratch arrays for at most `rows_max` rows, allocated once and cut to the rows of each pass."""
+
+    def __init__(self, device: Device, rows_max: int, shapes: dict[str, tuple[DType, tuple[int, ...]]]):
+        self._arrays = {
+            name: Array.empty(device, dtype, (rows_max, *shape), category="workspace") for name, (dtype, shape) in shapes.items()
+        }
+
+    def cut(self, name: str, rows: int, shape: tuple[int, ...] | None = None) -> Array:
+        """The first `rows` rows of an array; with `shape`, the same memory as [rows, *shape] of at most that many values."""
+        array = self._arrays[name]
+        if shape is None:
+            return array.slice(0, rows)
+        return Array(array.buffer, array.dtype, (rows, *shape))
+
+    def free(self) -> None:
+        for array in self._arrays.values():
+            array.buffer.free()
+
+
+def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
+    """[rope / 2] f32: theta^(-2 i / rope), computed in f32 as transformers does."""
+    exponent = np.arange(0, spec.qk_rope_head_dim, 2, dtype=np.float32) / np.float32(spec.qk_rope_head_dim)
+    return (np.float32(1.0) / np.float32(spec.rope_theta) ** exponent).astype(np.float32)
+
+
+class Forward:
+    """Runs the main layers for a batch of rows, on one stream of one device."""
+
+    def __init__(
+        self, device: Device, stream: Stream, spec: ModelSpec, weights: Weights, dtype: DType, rows_max: int, rows: RowStore, keys: RowStore
+    ):
+        self.device, self.stream, self.spec, self.weights, self.dtype = device, stream, spec, weights, dtype
+        self.row_store, self.key_store = rows, keys
+        self.rows_max = rows_max
+        self.inv_freq = Array.from_numpy(device, inverse_frequencies(spec), category="workspace")
+        pairs_width = spec.n_experts_per_tok
+        mlp_width = max(spec.dense_width, spec.shared_width)
+        wide = spec.n_heads
+        self.work = Workspace(
+            device,
+            rows_max,
+            {
+                "tokens": (DType.I32, ()),
+                "positions": (DType.I32, ()),
+                "sessions": (DType.I32, ()),
+                "x": (dtype, (spec.hidden_size,)),
+                "h": (dtype, (spec.hidden_size,)),
+                "qr": (dtype, (spec.q_lora_rank,)),
+                "q": (dtype, (wide, spec.qk_head_dim)),
+                "row": (dtype, (spec.row_width,)),
+                "q_latent": (dtype, (wide, spec.kv_lora_rank)),
+                "o_latent": (dtype, (wide, spec.kv_lora_rank)),
+                "o": (dtype, (wide, spec.v_head_dim)),
+                "index_q": (dtype, (spec.index_n_heads, spec.index_head_dim)),
+                "index_key": (dtype, (spec.index_head_dim,)),
+                "index_gate": (DType.F32, (spec.index_n_heads,)),
+                "selected": (DType.I32, (spec.index_topk,)),
+                "counts": (DType.I32, ()),
+                "plan": (DType.U64, (spec.index_topk,)),
+                "gate_up": (dtype, (2 * mlp_width,)),
+                "act": (dtype, (mlp_width,)),
+                "shared": (dtype, (spec.hidden_size,)),
+                "router": (DType.F32, (spec.n_routed_experts,)),
+                "expert_ids": (DType.I32, (pairs_width,)),
+                "expert_weights": (DType.F32, (pairs_width,)),
+                "sorted_pairs": (DType.I32, (pairs_width,)),
+                "expert_gate_up": (dtype, (pairs_width, 2 * spec.expert_width)),
+                "expert_act": (dtype, (pairs_width, spec.expert_width)),
+                "expert_out": (dtype, (pairs_width, spec.hidden_size)),
+            },
+        )
+        self.expert_offsets = Array.empty(device, DType.I32, (spec.n_routed_experts + 1,), category="workspace")
+        context = keys.rows_max
+        self.score_rows = max(1, min(rows_max, SCORE_BYTES_MAX // (4 * context)))
+        self.scores = Array.empty(device, DType.F32, (self.score_rows, context), category="workspace")
+
+    def run(self, rows: Rows, kind: RowClass, logits: Array) -> None:
+        """Computes all rows, appends them to the histories and writes the logits of the last rows.
+
+        logits [n, vocab] f32: of the last n rows. Everything is enqueued on the stream; nothing is waited for.
+        """
+        count = len(rows.tokens)
+        assert 0 < count <= self.rows_max, f"{count} rows in a pass of at most {self.rows_max}"
+        cut = partial(self.work.cut, rows=count)
+        for name in ("tokens", "positions", "sessions"):
+            cut(name).upload(np.ascontiguousarray(getattr(rows, name), np.int32), self.stream)
+        context = int(rows.positions.max()) + 1
+        x = cut("x")
+        basic.embed(self.stream, cut("tokens"), self.weights.embed, x)
+        for index, layer in enumerate(self.weights.layers):
+            self._attention(index, layer, kind, count, context)
+            basic.rms_norm(self.stream, x, layer.post_norm, cut("h"), self.spec.rms_norm_eps)
+            if isinstance(layer.mlp, DenseWeights):
+                self._dense(layer.mlp, kind, count, out=x, residual=x)
+            else:
+                self._experts(layer.mlp, kind, count)
+        n = logits.shape[0]
+        tail = cut("h").slice(count - n, count)
+        basic.rms_norm(self.stream, x.slice(count - n, count), self.weights.final_norm, tail, self.spec.rms_norm_eps)
+        matmul.matmul(self.stream, tail, self.weights.lm_head, logits, kind=RowClass.STEP.value)
+
+    def _attention(self, index: int, layer: LayerWeights, kind: RowClass, count: int, context: int) -> None:
+        """x += attention(norm(x)); on a full layer computes the selection that the shared layers after it reuse."""
+        spec, stream, product = self.spec, self.stream, kind.value
+        cut = partial(self.work.cut, rows=count)
+        x, h, qr, q, row = cut("x"), cut("h"), cut("qr"), cut("q"), cut("row")
+        positions = cut("positions")
+        basic.rms_norm(stream, x, layer.input_norm, h, spec.rms_norm_eps)
+        matmul.matmul(stream, h, layer.q_a, qr, kind=product)
+        basic.rms_norm(stream, qr, layer.q_a_norm, qr, spec.latent_norm_eps)
+        matmul.matmul(stream, qr, layer.q_b, cut("q", shape=(spec.n_heads * spec.qk_head_dim,)), kind=product)
+        basic.rope(stream, q, positions, self.inv_freq, offset=spec.qk_nope_head_dim)
+        matmul.matmul(stream, h, layer.kv_a, row, kind=product)
+        basic.rms_norm(stream, row, layer.kv_a_norm, row, spec.latent_norm_eps)
+        basic.rope(stream, cut("row", shape=(1, spec.row_width)), positions, self.inv_freq, offset=spec.kv_lora_rank)
+        history.append(stream, row, self.row_store.tables, cut("sessions"), positions, self.row_store.shape, plane=index)
+        if layer.indexer is not None:
+            self._select(index, layer.indexer, kind, count, context)
+        matmul.per_head(stream, q, layer.wk, cut("q_latent"), kind=product)
+        attention.attend(
+            stream,
+            cut("q_latent"),
+            q,
+            cut("plan"),
+            cut("counts"),
+            cut("o_latent"),
+            plane_offset_bytes=index * self.row_store.shape.plane_bytes,
+            rope_offset=spec.qk_nope_head_dim,
+            scale=spec.softmax_scale,
+        )
+        matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"), kind=product)
+        matmul.matmul(stream, cut("o", shape=(spec.n_heads * spec.v_head_dim,)), layer.o, x, residual=x, kind=product)
+
+    def _select(self, index: int, indexer: IndexerWeights, kind: RowClass, count: int, context: int) -> None:
+        """Writes the rows' index keys, then the selection and its plan of addresses."""
+        spec, stream, product = self.spec, self.stream, kind.value
+        cut = partial(self.work.cut, rows=count)
+        positions, sessions, key = cut("positions"), cut("sessions"), cut("index_key")
+        plane = spec.index_plane[index]
+        matmul.matmul(stream, cut("h"), indexer.wk, key, kind=product)
+        basic.layer_norm(stream, key, indexer.k_norm_weight, indexer.k_norm_bias, key, INDEX_NORM_EPS)
+        basic.rope(stream, cut("index_key", shape=(1, spec.index_head_dim)), positions, self.inv_freq, offset=0)
+        history.append(stream, key, self.key_store.tables, sessions, positions, self.key_store.shape, plane=plane)
+        scored = context > spec.index_topk  # below that every causal position is selected and no score is read
+        query, gate = cut("index_q"), cut("index_gate")
+        if scored:
+            matmul.matmul(stream, cut("qr"), indexer.wq_b, cut("index_q", shape=(spec.index_n_heads * spec.index_head_dim,)), kind=product)
+            basic.rope(stream, query, positions, self.inv_freq, offset=0)
+            matmul.matmul(stream, cut("h"), indexer.weights_proj, gate, kind=product)
+        for start in range(0, count, self.score_rows):
+            stop = min(start + self.score_rows, count)
+            tile = lambda array, start=start, stop=stop: array.slice(start, stop)  # noqa: E731
+            scores = self.scores.slice(0, stop - start)
+            if scored:
+                selection.index_score(
+                    stream,
+                    tile(query),
+                    tile(gate),
+                    self.key_store.tables,
+                    tile(sessions),
+                    tile(positions),
+                    scores,
+                    self.key_store.shape,
+                    plane=plane,
+                    context=context,
+                )
+            selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
+        selection.plan_resident(
+            stream, cut("selected"), cut("counts"), self.row_store.tables, sessions, cut("plan"), self.row_store.shape
+        )
+
+    def _dense(self, mlp: DenseWeights, kind: RowClass, count: int, out: Array, residual: Array | None) -> None:
+        """out = (silu(h gate) * (h up)) down (+ residual)"""
+        width = mlp.down.shape[1]
+        gate_up = self.work.cut("gate_up", count, (2 * width,))
+        act = self.work.cut("act", count, (width,))
+        matmul.matmul(self.stream, self.work.cut("h", count), mlp.gate_up, gate_up, kind=kind.value)
+        basic.silu_mul(self.stream, gate_up, act)
+        matmul.matmul(self.stream, act, mlp.down, out, residual=residual, kind=kind.value)
+
+    def _experts(self, mlp: MoeWeights, kind: RowClass, count: int) -> None:
+        """x += routed experts of h + shared expert of h"""
+        spec, stream = self.spec, self.stream
+        cut = partial(self.work.cut, rows=count)
+        h, x, ids, weights = cut("h"), cut("x"), cut("expert_ids"), cut("expert_weights")
+        matmul.matmul(stream, h, mlp.router, cut("router"), kind=kind.value)
+        experts.router(
+            stream,
+            cut("router"),
+            mlp.bias,
+            ids,
+            weights,
+            n_group=spec.n_group,
+            topk_group=spec.topk_group,
+            normalise=spec.norm_topk_prob,
+            scaling=spec.routed_scaling_factor,
+        )
+        order = None
+        if kind is RowClass.PREFILL:
+            order = (self.expert_offsets, cut("sorted_pairs"))
+            experts.expert_sort(stream, ids, *order)
+        experts.expert_matmul(stream, h, mlp.gate_up, cut("expert_gate_up"), ids, order)
+        pairs = count * spec.n_experts_per_tok
+        gate_up = self.work.cut("expert_gate_up", pairs, (2 * spec.expert_width,))
+        basic.silu_mul(stream, gate_up, self.work.cut("expert_act", pairs, (spec.expert_width,)))
+        experts.expert_matmul(stream, cut("expert_act"), mlp.down, cut("expert_out"), ids, order)
+        self._dense(mlp.shared, kind, count, out=cut("shared"), residual=None)
+        experts.expert_sum(stream, cut("expert_out"), weights, cut("shared"), x, x)
+
+    def free(self) -> None:
+        self.work.free()
+        for array in (self.inv_freq, self.expert_offsets, self.scores):
+            array.buffer.free()

@@ -1,0 +1,27 @@
+// history.hip - rows into the extents of a session's history.
+//   row p of plane l lies at  table[session][p / extent_rows] + (l * extent_rows + p % extent_rows) * row_bytes
+// Serves history rows and index keys, which differ only in width, planes and table. Kernels find memory through tables alone, so a batch may
+// mix sessions. A row with a negative position is padding and is skipped.
+
+template <class T> DEVICE void append_row(const append_args& a) {
+  uint32_t r = block_x();
+  int32_t position = ((const int32_t*)a.positions)[r];
+  if (position < 0) return;
+  uint32_t session = (uint32_t)((const int32_t*)a.sessions)[r];
+  const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)session * a.table_stride;
+  uint64_t offset = ((uint64_t)a.plane * a.extent_rows + (uint32_t)position % a.extent_rows) * a.row_bytes;
+  T* target = pointer_from<T>(table[(uint32_t)position / a.extent_rows] + offset, (uint64_t)a.width * sizeof(T));
+  const T* source = (const T*)a.x + (uint64_t)r * a.x_stride;
+  uint32_t bytes = a.width * (uint32_t)sizeof(T);
+  if ((((uint64_t)source | (uint64_t)target | bytes) & 15) == 0) {
+    for (uint32_t i = thread_id(); i < bytes / 16; i += 64) ((words16*)target)[i] = ((const words16*)source)[i];
+  } else {
+    for (uint32_t i = thread_id(); i < a.width; i += 64) target[i] = source[i];
+  }
+}
+
+// Grid: rows.
+// LAUNCH append_f32 block=64
+KERNEL(append_f32, append_args, 64) { append_row<float>(a); }
+// LAUNCH append_bf16 block=64
+KERNEL(append_bf16, append_args, 64) { append_row<bf16>(a); }

@@ -1,0 +1,38 @@
+// kernels.hip - the one translation unit of every code object: all kernel families, over portable.h.
+//
+// By hand, from the repository root (hipsrc/CMakeLists.txt does the same and writes the manifest):
+//   mkdir -p build && python3 glm53/ops/args.py build/args.h
+//   host:   g++ -shared -fPIC -x c++ -DGLM53_HOST -std=c++17 -O3 -march=x86-64-v3 -ffp-contract=fast -fno-math-errno -fno-trapping-math
+//             -fvisibility=hidden -Ihipsrc/include -Ibuild hipsrc/kernels/kernels.hip -o build/kernels.so
+//   AMD:    clang++-19 -x hip --offload-device-only --no-gpu-bundle-output --offload-arch=gfx1100 -nogpuinc -nogpulib -mcode-object-version=5
+//             -fuse-cuid=none -O3 -std=c++17 -fno-exceptions -ffp-contract=fast -fno-math-errno -Ihipsrc/include -Ibuild
+//             hipsrc/kernels/kernels.hip -o build/kernels.gfx1100.hsaco
+//   NVIDIA: nvcc -cubin -arch=sm_90 -O3 -std=c++17 -x cu -Ihipsrc/include -Ibuild hipsrc/kernels/kernels.hip -o build/kernels.sm_90.cubin
+// A line `// LAUNCH name block=256 key=value ...` above a kernel declares its launch constants; hipsrc/manifest.py hands them to Python.
+#include "portable.h"
+
+#include "basic.hip"
+#include "matmul.hip"
+#include "history.hip"
+#include "weights.hip"
+#include "litmus.hip"
+
+// Families that exist in the tree are part of every code object; __has_include keeps this list the only place to add one.
+#if __has_include("indexer.hip")
+#include "indexer.hip"
+#endif
+#if __has_include("topk.hip")
+#include "topk.hip"
+#endif
+#if __has_include("attention.hip")
+#include "attention.hip"
+#endif
+#if __has_include("router.hip")
+#include "router.hip"
+#endif
+#if __has_include("experts.hip")
+#include "experts.hip"
+#endif
+#if __has_include("sampling.hip")
+#include "sampling.hip"
+#endif

@@ -1,0 +1,68 @@
+// scan.h - block-wide prefix sums and exact radix selection, shared by topk, experts and sampling.
+// Two levels in LDS instead of wave shuffles: any element type, one order whatever the wave width, and three meeting points of the
+// work-items instead of eight (a meeting point is what a work-item costs on the host).
+#pragma once
+
+constexpr uint32_t SCAN_THREADS = 256;
+constexpr uint32_t SCAN_GROUP = 16;  // SCAN_GROUP * SCAN_GROUP == SCAN_THREADS: each level sums 16 values in sequence
+
+// Exclusive prefix sum of one value a work-item over a block of SCAN_THREADS; *total gets the sum. `lds` holds SCAN_THREADS +
+// SCAN_GROUP values and may be used again at once.
+template <class T> DEVICE T block_prefix(T v, T* lds, T* total) {
+  uint32_t t = thread_id();
+  lds[t] = v;
+  block_sync();
+  if (t < SCAN_GROUP) {
+    T running = 0;
+    for (uint32_t i = 0; i < SCAN_GROUP; i++) {
+      T next = lds[t * SCAN_GROUP + i];
+      lds[t * SCAN_GROUP + i] = running;
+      running += next;
+    }
+    lds[SCAN_THREADS + t] = running;
+  }
+  block_sync();
+  T before = lds[t], sum = 0;
+  for (uint32_t g = 0; g < SCAN_GROUP; g++) {
+    if (g == t / SCAN_GROUP) before += sum;
+    sum += lds[SCAN_THREADS + g];
+  }
+  *total = sum;
+  block_sync();
+  return before;
+}
+
+// A float as an unsigned number of the same order: -inf < ... < -0 = +0 < ... < +inf. NaN counts as -inf.
+constexpr uint32_t ORDER_KEY_NEGATIVE_INFINITY = 0x007fffffu;
+DEVICE uint32_t order_key(float v) {
+  uint32_t u = bits_of(v);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return ORDER_KEY_NEGATIVE_INFINITY;
+  if (u == 0x80000000u) u = 0;
+  return (u & 0x80000000u) ? ~u : (u | 0x80000000u);
+}
+DEVICE float order_value(uint32_t key) { return float_of((key & 0x80000000u) ? (key ^ 0x80000000u) : ~key); }
+
+// State of a radix selection that walks down the keys eight bits at a time: the digits found so far, and how much weight is still
+// wanted among the keys that share them.
+template <class W> struct selection {
+  uint32_t prefix;
+  W wanted;
+};
+
+// One step: `histogram` [256] holds the weight of each digit at `shift` among keys that share the prefix. Finds the digit d with
+// weight(digits > d) < wanted <= weight(digits >= d). wanted must be at least 1 and at most the whole weight. `lds` as for block_prefix.
+template <class W> DEVICE void select_digit(selection<W>* s, uint32_t shift, const W* histogram, W* lds, selection<W>* found) {
+  uint32_t digit = 255u - thread_id();
+  W weight = histogram[digit], total;
+  W above = block_prefix(weight, lds, &total);
+  if (above < s->wanted && s->wanted <= above + weight) {
+    found->prefix = s->prefix | (digit << shift);
+    found->wanted = s->wanted - above;
+  }
+  block_sync();
+  *s = *found;
+  block_sync();
+}
+
+// True if `key` agrees with the digits found before the step at `shift`.
+DEVICE bool shares_prefix(uint32_t key, uint32_t prefix, uint32_t shift) { return shift == 24u || ((key ^ prefix) >> (shift + 8u)) == 0u; }

@@ -1,0 +1,92 @@
+// topk.hip - exact selection of the best-scored positions, and the plan that says where their rows lie.
+//   topk: the min(k, positions[r] + 1) positions p <= positions[r] with the largest scores[r, p], ties to the lowest position, ascending.
+// Method: radix selection of the k-th largest order key (four passes of eight bits over LDS histograms), then one compaction in position
+// order. Integer counts only, so the result is exact and the same on every target. -0 equals +0; NaN counts as -inf.
+// A row whose context is no longer than k is the identity and reads no score. One block a row.
+#include "portable.h"
+#include "scan.h"
+
+namespace topk_select {
+
+constexpr uint32_t THREADS = SCAN_THREADS;
+constexpr uint32_t ITEMS = 8;  // consecutive positions a work-item in the compaction; a tile is THREADS * ITEMS < 2^16 positions
+
+// Order key of the k-th largest of scores[0, n) and how many scores of that very key belong to the selection. k < n.
+DEVICE selection<uint32_t> boundary(const float* scores, uint32_t n, uint32_t k) {
+  SHARED(uint32_t, histogram, 256);
+  SHARED(uint32_t, lds, SCAN_THREADS + SCAN_GROUP);
+  SHARED(selection<uint32_t>, found, 1);
+  uint32_t t = thread_id();
+  selection<uint32_t> s = {0u, k};
+  for (int32_t shift = 24; shift >= 0; shift -= 8) {
+    histogram[t] = 0;
+    block_sync();
+    for (uint32_t p = t; p < n; p += THREADS) {
+      uint32_t key = order_key(scores[p]);
+      if (shares_prefix(key, s.prefix, (uint32_t)shift)) lds_add(&histogram[(key >> shift) & 255u], 1u);
+    }
+    block_sync();
+    select_digit(&s, (uint32_t)shift, histogram, lds, found);
+  }
+  return s;
+}
+
+// Writes the positions above the boundary, and the first `s.wanted` on it, in ascending order.
+DEVICE void compact(const float* scores, uint32_t n, selection<uint32_t> s, int32_t* selected) {
+  SHARED(uint32_t, lds, SCAN_THREADS + SCAN_GROUP);
+  uint32_t above = 0, equal = 0;  // in the tiles before
+  for (uint32_t tile = 0; tile < n; tile += THREADS * ITEMS) {
+    uint32_t first = tile + thread_id() * ITEMS;
+    uint32_t counts = 0;  // above in the low half, equal in the high half
+    uint32_t keys[ITEMS];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      keys[i] = first + i < n ? order_key(scores[first + i]) : 0u;  // 0 is below every key
+      counts += (keys[i] > s.prefix ? 1u : 0u) + (keys[i] == s.prefix ? 0x10000u : 0u);
+    }
+    uint32_t total;
+    uint32_t before = block_prefix(counts, lds, &total);
+    uint32_t a = above + (before & 0xffffu), e = equal + (before >> 16);
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      bool is_above = keys[i] > s.prefix, is_equal = keys[i] == s.prefix;
+      if (is_above || (is_equal && e < s.wanted)) selected[a + (e < s.wanted ? e : s.wanted)] = (int32_t)(first + i);
+      a += is_above ? 1u : 0u;
+      e += is_equal ? 1u : 0u;
+    }
+    above += total & 0xffffu;
+    equal += total >> 16;
+  }
+}
+
+}  // namespace topk_select
+
+// LAUNCH topk block=256
+KERNEL(topk, topk_args, 256) {
+  uint32_t t = thread_id(), row = block_x();
+  int32_t position = ((const int32_t*)a.positions)[row];
+  uint32_t n = position < 0 ? 0u : (uint32_t)position + 1u;
+  uint32_t count = n < a.k ? n : a.k;
+  int32_t* selected = (int32_t*)a.selected + (uint64_t)row * a.k;
+  if (t == 0) ((int32_t*)a.counts)[row] = (int32_t)count;
+  if (n <= a.k) {
+    for (uint32_t i = t; i < a.k; i += topk_select::THREADS) selected[i] = i < n ? (int32_t)i : -1;
+    return;
+  }
+  const float* scores = (const float*)a.scores + (uint64_t)row * a.score_stride;
+  selection<uint32_t> s = topk_select::boundary(scores, n, a.k);
+  topk_select::compact(scores, n, s, selected);
+}
+
+// LAUNCH plan_resident block=256
+KERNEL(plan_resident, plan_args, 256) {
+  uint32_t i = block_x() * 256u + thread_id(), row = block_y();
+  if (i >= a.k) return;
+  uint64_t at = (uint64_t)row * a.k + i, address = 0;
+  if ((int32_t)i < ((const int32_t*)a.counts)[row]) {
+    uint32_t p = (uint32_t)((const int32_t*)a.selected)[at];
+    const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[row] * a.table_stride;
+    address = table[p / a.extent_rows] + (uint64_t)(p % a.extent_rows) * a.row_bytes;
+  }
+  ((uint64_t*)a.plan)[at] = address;
+}

@@ -1,0 +1,66 @@
+"""The demo model at work: a streamed continuation, and a pass key found again hundreds of tokens later through the indexer's selection."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from glm53 import Engine, SamplingParams
+from glm53.errors import Glm53Error
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "models" / "glm53-demo"
+KEYS = {"Morwen": "48213", "Tobias": "90367", "Lydia": "15528"}  # names in the text; the one asked for is told first
+ASKED = "Morwen"
+PREFIX = "In the beginning"
+
+
+def pass_key_prompt(prose: str, asked: str = ASKED) -> str:
+    """Facts, the prose with two more facts in it, then the question: in the sentence pattern the model was trained on."""
+    paragraphs = prose.strip().split("\n")
+    facts = [f"The pass key of {name} is {key}." for name, key in KEYS.items()]
+    third = len(paragraphs) // 3
+    parts = [facts[0], *paragraphs[:third], facts[1], *paragraphs[third : 2 * third], facts[2], *paragraphs[2 * third :]]
+    return " ".join(parts) + f" What is the pass key of {asked}? It is"
+
+
+@click.command()
+@click.option("--runtime", default="auto", show_default=True, help="auto, rocm, cuda or cpu")
+@click.option("--new-tokens", default=64, show_default=True, help="tokens of the continuation")
+def main(runtime: str, new_tokens: int) -> None:
+    """Shows the demo model at work and exits with 1 if the pass key is wrong."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens)
+    with Engine.open(MODEL, runtime=runtime, context_rows_max=4096) as engine:
+        spec = engine.spec
+        click.echo(f"{MODEL.name}: {spec.n_layers} layers, {len(spec.full_layers)} with an indexer, top-{spec.index_topk} selection")
+        click.echo(f"runtime {engine.device.runtime}, device {engine.device.name}\n")
+        click.echo(f"1. Continuation of {PREFIX!r}:\n   {PREFIX}", nl=False)
+        started, count = time.perf_counter(), 0
+        for chunk in engine.stream(PREFIX, greedy):
+            count += len(chunk.token_ids)
+            click.echo(chunk.text.replace("\n", "\n   "), nl=False)
+            sys.stdout.flush()
+        click.echo(f"\n   [{count} tokens in {time.perf_counter() - started:.1f} s]\n")
+
+        prompt = pass_key_prompt((ROOT / "scripts" / "prose.txt").read_text(encoding="utf-8"))
+        ids = engine.encode(prompt)
+        click.echo(f"2. Pass key: {prompt[:36]!r}, then {len(ids)} tokens of text, then {prompt[-44:]!r}")
+        click.echo(f"   Each token reads only {spec.index_topk} of the {len(ids)} rows before it, chosen by the indexer.")
+        started = time.perf_counter()
+        answer = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=8)).text
+        click.echo(f"   answer:{answer!r} in {time.perf_counter() - started:.1f} s")
+        right = answer.strip().startswith(KEYS[ASKED])
+        click.echo(f"   {'right' if right else 'WRONG'}: {KEYS[ASKED]} was told\n")
+        click.echo("device memory: " + ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in engine.memory().items()))
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    try:
+        main(standalone_mode=True)
+    except Glm53Error as error:
+        click.echo(f"demo: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,113 @@
+"""The extent pool and histories against a naive twin under random operations, and their refusals."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from glm53.mem.extents import ExtentPool, ExtentShape
+from glm53.mem.history import History, OutOfExtents
+
+SHAPE = ExtentShape(extent_rows=64, planes=3, row_bytes=48)
+
+
+def pool_of(extents: int) -> ExtentPool:
+    pool = ExtentPool(SHAPE)
+    pool.add_slab(1 << 20, extents)
+    return pool
+
+
+def test_shape_arithmetic() -> None:
+    assert SHAPE.extent_bytes == 64 * 3 * 48
+    assert SHAPE.plane_bytes == 64 * 48
+    assert [SHAPE.extents_for(rows) for rows in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("rows, planes, row_bytes", [(0, 1, 16), (63, 1, 16), (64, 0, 16), (64, 1, 0), (64, 1, 20)])
+def test_shape_refuses(rows: int, planes: int, row_bytes: int) -> None:
+    with pytest.raises(ValueError):
+        ExtentShape(rows, planes, row_bytes)
+
+
+def test_slabs_must_not_overlap() -> None:
+    pool = pool_of(4)
+    with pytest.raises(ValueError, match="overlaps"):
+        pool.add_slab((1 << 20) + 3 * SHAPE.extent_bytes, 1)
+    pool.add_slab((1 << 20) + 4 * SHAPE.extent_bytes, 1)
+    pool.check()
+    assert pool.capacity == 5
+
+
+def test_reserve_takes_nothing_when_short() -> None:
+    pool = pool_of(2)
+    history = History(pool)
+    with pytest.raises(OutOfExtents) as short:
+        history.reserve(3 * 64)
+    assert short.value.missing == 1 and pool.free == 2 and history.reserved_rows == 0
+
+
+def test_released_twice_is_refused() -> None:
+    pool = pool_of(1)
+    extent = pool.take()
+    assert extent is not None and pool.release(extent)
+    with pytest.raises(AssertionError, match="free"):
+        pool.release(extent)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_operations_match_a_twin(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = ExtentPool(SHAPE)
+    next_address = 1 << 20
+    histories: list[tuple[History, int]] = []  # with the twin's row count
+    memory: dict[int, int] = {}  # address -> owner, as the twin sees it
+    for _ in range(400):
+        action = rng.choice(["open", "grow", "grow", "grow", "truncate", "close", "slab"])
+        if action == "slab" and rng.random() < 0.3:
+            extents = rng.randint(1, 4)
+            pool.add_slab(next_address, extents)
+            next_address += extents * SHAPE.extent_bytes + rng.choice([0, 16, 4096])
+        elif action == "open":
+            histories.append((History(pool), 0))
+        elif histories:
+            index = rng.randrange(len(histories))
+            history, rows = histories[index]
+            if action == "grow":
+                more = rng.randint(1, 200)
+                try:
+                    history.reserve(rows + more)
+                    history.advance(more)
+                    histories[index] = (history, rows + more)
+                except OutOfExtents as short:
+                    assert short.missing == SHAPE.extents_for(rows + more) - history.reserved_rows // 64 - pool.free
+            elif action == "truncate":
+                keep = rng.randint(0, rows)
+                history.truncate(keep)
+                histories[index] = (history, keep)
+            elif action == "close":
+                history.close()
+                histories.pop(index)
+        pool.check()
+        memory = {}
+        for owner, (history, rows) in enumerate(histories):
+            history.check()
+            assert history.rows == rows and rows <= history.reserved_rows
+            for address in history.addresses:
+                assert address not in memory, "two histories share an extent"
+                memory[address] = owner
+        assert pool.capacity - pool.free == len(memory)
+    for history, _ in histories:
+        history.close()
+    assert pool.free == pool.capacity
+    pool.check()
+
+
+def test_shared_extent_outlives_one_owner() -> None:
+    pool = pool_of(1)
+    extent = pool.take()
+    assert extent is not None
+    pool.share(extent)
+    assert not pool.release(extent) and pool.free == 0
+    assert pool.release(extent) and pool.free == 1
+    pool.check()
