@@ -118,7 +118,7 @@ def generate(model: Path, prompt: str | None, **options: Any) -> None:
     SamplingParams(**{k: v for k, v in options.items() if v is not None})  # refuses bad values before a device is touched
     show = not quiet and not as_json
     with Engine.open(model, config, progress=LoadProgress() if show and sys.stderr.isatty() else None) as engine:
-        params = replace(engine.defaults.params(), **{k: v for k, v in options.items() if v is not None})
+        params = replace(engine.default_params(), **{k: v for k, v in options.items() if v is not None})
         if source["chat"]:
             if engine.tokenizer is None:
                 raise InputError("--chat: this checkpoint has no tokenizer.json")
@@ -134,10 +134,12 @@ def generate(model: Path, prompt: str | None, **options: Any) -> None:
 
 def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool, show: bool) -> None:
     """Runs one prompt, prints text (or JSON) on standard output and the summary on standard error."""
+    from glm53.engine import fresh_seed
+
     started = time.perf_counter()
     first, pieces, tokens, logprobs, reason = 0.0, [], [], [], None
     if params.seed is None:
-        params = replace(params, seed=engine.fresh_seed())
+        params = replace(params, seed=fresh_seed())
     for chunk in engine.stream(ids, params):
         first = first or time.perf_counter()
         pieces.append(chunk.text)

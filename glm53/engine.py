@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -119,14 +119,14 @@ class Engine:
         spec = read_config(path, latent_norm_eps=config.latent_norm_eps)
         checkpoint = Checkpoint.open(path)
         tokenizer = Tokenizer.open(path) if (Path(path) / "tokenizer.json").exists() else None
-        runtime.select(config.runtime)
+        runtime.select(None if config.runtime == "auto" else config.runtime)
         device = Device(config.device_index)
         try:
             dtype = DType.F32 if config.dtype == "f32" else DType.BF16
             weights = load_weights(checkpoint, spec, device, dtype, progress=progress, check=config.check_weights)
             engine = cls(config, spec, device, weights, tokenizer)
         except BaseException:
-            device.close(free_buffers=True)
+            device.close(release=True)
             raise
         engine.defaults = read_generation_config(path)
         return engine
@@ -134,7 +134,7 @@ class Engine:
     def close(self) -> None:
         """Waits for the device and gives all its memory back. Idempotent."""
         if not self.device.closed:
-            self.device.close(free_buffers=True)
+            self.device.close(release=True)
 
     def __enter__(self) -> Engine:
         return self
@@ -142,16 +142,20 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def default_params(self) -> SamplingParams:
+        """SamplingParams with what the checkpoint's generation_config.json sets."""
+        return SamplingParams(**{name: value for name, value in asdict(self.defaults).items() if value is not None})
+
     def memory(self) -> dict[str, int]:
         """Allocated device bytes by category."""
-        return self.device.allocated_bytes()
+        return self.device.live_bytes()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Completion | list[Completion]:
         """Runs one prompt (text or token ids) or a list of prompts to the end; a list runs as one batch and gives a list.
 
-        params: one for all, or one per prompt; None: SamplingParams(). Raises InputError before anything runs.
+        params: one for all, or one per prompt; None: `default_params()`. Raises InputError before anything runs.
         """
         single = _is_single(prompts)
         requests = self._requests([prompts] if single else list(prompts), params)  # type: ignore[list-item]
@@ -195,7 +199,7 @@ class Engine:
         if not prompts:
             raise InputError("prompts: got an empty list, wanted at least one prompt")
         if params is None or isinstance(params, SamplingParams):
-            every = [params or SamplingParams()] * len(prompts)
+            every = [params or self.default_params()] * len(prompts)
         else:
             every = list(params)
         if len(every) != len(prompts):
@@ -206,7 +210,7 @@ class Engine:
             self._check_ids(ids)
             if one.stop and self.tokenizer is None:
                 raise InputError("stop strings need a tokenizer; this checkpoint has no tokenizer.json: use stop_token_ids")
-            seed = one.seed if one.seed is not None else secrets.randbits(64)
+            seed = one.seed if one.seed is not None else fresh_seed()
             decoder = StreamDecoder(self.tokenizer) if self.tokenizer is not None else None
             requests.append(_Request(index, ids, one, seed, decoder, StopMatcher(one.stop)))
         return requests
@@ -314,6 +318,11 @@ class Engine:
         if params.logprobs is not None and not ends:
             logprobs = (TokenLogprob(token, drawn.logprob, drawn.top[: params.logprobs]),)
         return Chunk(request.index, text, () if ends else (token,), logprobs, request.finish_reason)
+
+
+def fresh_seed() -> int:
+    """A seed from the system's entropy."""
+    return secrets.randbits(64)
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

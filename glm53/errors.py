@@ -41,13 +41,17 @@ class DeviceMemoryError(Glm53Error):
     exit_code = 4
 
 
+class LifetimeError(Glm53Error):
+    """An object is used after its end, ended twice, or its owner ends while it still lives."""
+
+
 class HipError(Glm53Error):
     """A HIP call failed. Carries the call's name, the code and the runtime's text."""
 
     exit_code = 5
 
     def __init__(self, call: str, code: int, text: str, detail: str = ""):
-        self.call, self.code, self.text = call, code, text
+        self.call, self.code, self.text, self.detail = call, code, text, detail
         super().__init__(f"{call} failed: {text} (hipError {code})" + (f"; {detail}" if detail else ""))
 
 

@@ -90,7 +90,7 @@ def run_selftest(runtime_name: str | None, device_index: int, thorough: bool, ec
         say(f"{result.total - result.failed} of {result.total} hold")
         return result
     finally:
-        device.close(free_buffers=True)
+        device.close(release=True)
 
 
 def _families(thorough: bool) -> dict[str, list]:
@@ -137,7 +137,7 @@ def _litmus_loops(device: Device) -> list[Callable[[], Line]]:
             try:
                 return line(litmus.peer_mailbox(device, other, rounds=1000))
             finally:
-                other.close(free_buffers=True)
+                other.close(release=True)
 
         loops.append(peers)
     return loops

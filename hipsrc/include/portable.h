@@ -9,6 +9,7 @@
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
 //   pointer_from<T>(address, bytes)     a pointer that was read from memory (extent table, plan); checked on the host
 // Rules: at most 48 KiB of SHARED a kernel (nvcc refuses more static memory), no bare wave width, no calls left out of line, no __constant__
+//   tables, one by-value argument struct.
 #pragma once
 #if defined(GLM53_HOST)
 #include "portable_host.h"

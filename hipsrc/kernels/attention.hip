@@ -2,24 +2,28 @@
 //   s[n] = (<q_latent[r, h], latent[n]> + <q_rope[r, h], rope[n]>) * scale     n in plan order, n < counts[r]
 //   out[r, h] = sum_n softmax(s)[n] * latent[n]                                zero if counts[r] is 0
 // A history row is [latent | rope] in T at plan[r, n] + plane_offset_bytes. f32 arithmetic, one rounding to T at the end.
-// One block a (group of 8 heads, row). Rows pass through LDS in tiles of 16 with an online softmax, so each is read once a group.
-// Order of additions, the same for any batch: a dot product in two halves, each as dot8; the softmax sum in 16 parts (n % 16), then
+// One block a (group of 8 heads, row). Rows pass through LDS in tiles of 8 with an online softmax, so each is read once a group.
+// Order of additions, the same for any batch: a dot product in four quarters, each as dot8; the softmax sum in 8 parts (n % 8), then
 // ascending; the output over n ascending, rescaled at each tile. Method: FlashAttention's online softmax on the latent (MLA, absorbed).
-// Limits: latent <= 512, latent + rope <= 576. LDS: 16 x 577 + 8 x 577 + small, 57 KiB of the 64 KiB of gfx1100.
+// Limits: latent <= 512, latent + rope <= 576. LDS: 8 x 577 + 8 x 577 + 328 floats, 38 KiB (48 KiB is what nvcc takes).
 #include "portable.h"
 
 namespace mla {
 
 constexpr uint32_t THREADS = 256;
 constexpr uint32_t HEADS = 8;        // heads a block
-constexpr uint32_t TILE = 16;        // history rows a tile
+constexpr uint32_t TILE = 8;         // history rows a tile
+constexpr uint32_t PARTS = 4;        // work-items a dot product
 constexpr uint32_t LATENT_MAX = 512;
 constexpr uint32_t WIDTH_MAX = 576;
 constexpr uint32_t STRIDE = WIDTH_MAX + 1;  // odd: work-items on different rows meet different LDS banks
+constexpr uint32_t LANES = THREADS / TILE;  // work-items that copy a row
 constexpr uint32_t UNIT = 8;                // values a work-item copies in one go
 constexpr uint32_t COLUMNS = LATENT_MAX / THREADS;  // output columns a work-item
 
-static_assert(2 * TILE * HEADS == THREADS, "a work-item takes half a dot product of one (row, head)");
+constexpr uint32_t OWNERS = TILE * HEADS;    // work-items of the softmax
+
+static_assert(PARTS * OWNERS == THREADS, "a work-item takes one part of the dot product of one (row, head)");
 
 template <class T> DEVICE void stage_query(const attend_args& a, uint32_t row, uint32_t first_head, float* query) {
   uint32_t width = a.latent + a.rope;
@@ -36,16 +40,16 @@ template <class T> DEVICE void stage_query(const attend_args& a, uint32_t row, u
 }
 
 // Copies history rows [first, first + TILE) of the plan into LDS; rows past `count` become zeros, since a weight of 0 must not meet a NaN.
-// Sixteen work-items a row, eight values each in turn: full lines on the device, vectors on the host.
+// One wave or half a wave a row, eight values a work-item in turn: full lines on the device, vectors on the host.
 template <class T> DEVICE void stage_rows(const attend_args& a, const uint64_t* plan, uint32_t first, uint32_t count, float* rows) {
-  uint32_t width = a.latent + a.rope, n = thread_id() / TILE, lane = thread_id() % TILE;
+  uint32_t width = a.latent + a.rope, n = thread_id() / LANES, lane = thread_id() % LANES;
   float* to = rows + n * STRIDE;
   if (first + n >= count) {
-    for (uint32_t c = lane; c < width; c += TILE) to[c] = 0.0f;
+    for (uint32_t c = lane; c < width; c += LANES) to[c] = 0.0f;
     return;
   }
   const T* from = pointer_from<const T>(plan[first + n] + a.plane_offset_bytes, width * sizeof(T));
-  for (uint32_t c = lane * UNIT; c < width; c += TILE * UNIT) {
+  for (uint32_t c = lane * UNIT; c < width; c += LANES * UNIT) {
     if (c + UNIT <= width) {
       UNROLL
       for (uint32_t i = 0; i < UNIT; i++) to[c + i] = load_f32(from + c + i);
@@ -79,7 +83,7 @@ template <class T> DEVICE void attend(const attend_args& a) {
   SHARED(float, weights, TILE * HEADS);  // [n, h]
   SHARED(float, decay, HEADS);
   uint32_t t = thread_id(), row = block_y(), first_head = block_x() * HEADS;
-  uint32_t width = a.latent + a.rope, half = ((width / 2 + 7) / 8) * 8;
+  uint32_t width = a.latent + a.rope, quarter = ((width + PARTS - 1) / PARTS + 7) / 8 * 8;
   int32_t planned = ((const int32_t*)a.counts)[row];
   uint32_t count = planned < 0 ? 0u : (uint32_t)planned;
   const uint64_t* plan = (const uint64_t*)a.plan + (uint64_t)row * a.k;
@@ -88,19 +92,22 @@ template <class T> DEVICE void attend(const attend_args& a) {
   float acc[COLUMNS][HEADS];
   for (uint32_t i = 0; i < COLUMNS; i++)
     for (uint32_t h = 0; h < HEADS; h++) acc[i][h] = 0.0f;
-  // Work-items t < 128 own (n, h) = (t % 16, t / 16) of the softmax: they share the maximum of their head, each sums every 16th row.
-  float top = -__builtin_huge_valf(), mass = 0.0f;
+  // Work-item t works on row n = t % 8 of the tile and head h = t / 8 % 8. Those of part 0 own the softmax: the eight of a head share its
+  // maximum, and each sums every eighth row.
+  float top = float_of(0xff800000u), mass = 0.0f;
   uint32_t n = t % TILE, h = (t / TILE) % HEADS;
+  uint32_t start = t / OWNERS * quarter, part_width = start < width ? width - start : 0u;
+  part_width = part_width < quarter ? part_width : quarter;
   for (uint32_t first = 0; first < count; first += TILE) {
     stage_rows<T>(a, plan, first, count, rows);
     block_sync();
-    if (t < THREADS / 2) dots[t] = dot8(query + h * STRIDE, rows + n * STRIDE, half);
-    else dots[t] = dot8(query + h * STRIDE + half, rows + n * STRIDE + half, width - half);
+    dots[t] = dot8(query + h * STRIDE + start, rows + n * STRIDE + start, part_width);
     block_sync();
-    if (t < THREADS / 2) {
+    if (t < OWNERS) {
       float tile_top = top, mine = 0.0f;
       for (uint32_t i = 0; i < TILE && first + i < count; i++) {
-        float s = (dots[h * TILE + i] + dots[THREADS / 2 + h * TILE + i]) * a.scale;
+        const float* d = dots + h * TILE + i;
+        float s = ((d[0] + d[OWNERS]) + (d[2 * OWNERS] + d[3 * OWNERS])) * a.scale;
         if (i == n) mine = s;
         tile_top = max_f32(tile_top, s);
       }
@@ -115,7 +122,7 @@ template <class T> DEVICE void attend(const attend_args& a) {
     block_sync();
   }
 
-  if (t < THREADS / 2) dots[t] = mass;
+  if (t < OWNERS) dots[t] = mass;
   block_sync();
   if (t < HEADS) {
     float sum = 0.0f;
@@ -134,7 +141,7 @@ template <class T> DEVICE void attend(const attend_args& a) {
 
 }  // namespace mla
 
-// LAUNCH attend_f32 block=256 heads=8 tile=16 latent_max=512 width_max=576
+// LAUNCH attend_f32 block=256 heads=8 tile=8 latent_max=512 width_max=576
 KERNEL(attend_f32, attend_args, 256) { mla::attend<float>(a); }
-// LAUNCH attend_bf16 block=256 heads=8 tile=16 latent_max=512 width_max=576
+// LAUNCH attend_bf16 block=256 heads=8 tile=8 latent_max=512 width_max=576
 KERNEL(attend_bf16, attend_args, 256) { mla::attend<bf16>(a); }

@@ -1,22 +1,22 @@
 // indexer.hip - index score of every position a query row may see (the "lightning indexer").
 //   score[r, p] = sum_j gate[r, j] * head_scale * max(0, <q[r, j], key[p]> * key_scale)      p <= positions[r]
 // q [rows, heads, dim] T, keys [dim] T found through the session's extent table, f32 arithmetic. ReLU comes before the head weighting.
-// Order of additions: a dot product as dot8; heads j = part, part + 4, ... ascending in each of four parts; parts (0 + 1) + (2 + 3).
+// Order of additions: a dot product as dot8; heads j = part, part + 8, ... ascending in each of eight parts; parts added pairwise.
 // It depends on nothing but heads and dim, so a row's bits depend on neither its neighbours, the extent size nor the session's length.
-// Limits: dim <= 128, heads * dim <= 4096. Grid (tiles of 64 positions, rows): fixed by the longest row; tiles past positions[r] leave.
+// Limits: dim <= 128, heads * dim <= 4096. Grid (tiles of 32 positions, rows): fixed by the longest row; tiles past positions[r] leave.
 #include "portable.h"
 
 namespace indexer {
 
 constexpr uint32_t THREADS = 256;
-constexpr uint32_t TILE = 64;                // keys a block
+constexpr uint32_t TILE = 32;                // keys a block
 constexpr uint32_t PARTS = THREADS / TILE;   // work-items a key
 constexpr uint32_t DIM_MAX = 128;
 constexpr uint32_t KEY_STRIDE = DIM_MAX + 1;  // odd: work-items with different keys meet different LDS banks
 constexpr uint32_t QUERY_MAX = 4096;
 constexpr uint32_t HEADS_MAX = 64;
 
-static_assert(PARTS == 4, "the order of additions in the header counts four parts");
+static_assert(PARTS == 8, "the order of additions in the header counts eight parts");
 
 template <class T> DEVICE void index_score(const index_score_args& a) {
   SHARED(float, query, QUERY_MAX);
@@ -57,14 +57,17 @@ template <class T> DEVICE void index_score(const index_score_args& a) {
   partial[t] = sum;
   block_sync();
   if (t < count) {
-    float score = (partial[t] + partial[t + TILE]) + (partial[t + 2 * TILE] + partial[t + 3 * TILE]);
+    float p[PARTS];
+    UNROLL
+    for (uint32_t i = 0; i < PARTS; i++) p[i] = partial[i * TILE + t];
+    float score = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
     ((float*)a.scores)[(uint64_t)row * a.score_stride + first + t] = score;
   }
 }
 
 }  // namespace indexer
 
-// LAUNCH index_score_f32 block=256 tile=64 dim_max=128 query_max=4096 heads_max=64
+// LAUNCH index_score_f32 block=256 tile=32 dim_max=128 query_max=4096 heads_max=64
 KERNEL(index_score_f32, index_score_args, 256) { indexer::index_score<float>(a); }
-// LAUNCH index_score_bf16 block=256 tile=64 dim_max=128 query_max=4096 heads_max=64
+// LAUNCH index_score_bf16 block=256 tile=32 dim_max=128 query_max=4096 heads_max=64
 KERNEL(index_score_bf16, index_score_args, 256) { indexer::index_score<bf16>(a); }

@@ -42,6 +42,7 @@ struct row_view {
   uint32_t cut_key;  // kept: key > cut_key, or key == cut_key and id <= cut_id
   uint32_t cut_id;
   uint64_t mass_min;
+  uint64_t tie_weight;  // what one token on the boundary weighs
 };
 
 DEVICE uint32_t key_at(const row_view& v, uint32_t id) {
@@ -71,7 +72,7 @@ DEVICE uint64_t mass_of(const row_view& v, uint32_t key) {
 }
 
 template <int KIND> DEVICE uint64_t weigh(const row_view& v, uint32_t key, uint32_t id) {
-  if (KIND == TIE) return key == v.cut_key ? 1u : 0u;
+  if (KIND == TIE) return key == v.cut_key ? v.tie_weight : 0u;
   if (key < v.cut_key || (key == v.cut_key && id > v.cut_id)) return 0;
   if (KIND == COUNT) return 1;
   uint64_t mass = mass_of(v, key);
@@ -152,11 +153,11 @@ template <int KIND> DEVICE void cut(row_view* v, uint32_t count, float share, wo
   }
   uint64_t tied = w->histogram[s.prefix & 255u];
   block_sync();
-  uint64_t unit = KIND == MASS ? mass_of(*v, s.prefix) : 1u;
-  bool all = s.wanted + unit > tied;  // the last of the ties is wanted too
+  v->tie_weight = KIND == MASS ? mass_of(*v, s.prefix) : 1u;
+  bool all = s.wanted + v->tie_weight > tied;  // the last of the ties is wanted too
   if (s.prefix != v->cut_key) v->cut_id = NO_ID_LIMIT;
   v->cut_key = s.prefix;
-  if (!all) v->cut_id = locate<TIE>(*v, (s.wanted - 1u) / unit, w);
+  if (!all) v->cut_id = locate<TIE>(*v, s.wanted - 1u, w);
 }
 
 // Largest key and the lowest token that has it.
@@ -256,7 +257,7 @@ KERNEL(sample, sample_args, 256) {
   SHARED(sampling::workspace, w, 1);
   uint32_t row = block_x();
   sample_row p = ((const sample_row*)a.params)[row];
-  sampling::row_view raw = {(const float*)a.logits + (uint64_t)row * a.vocab, nullptr, 1.0f, 1.0f, 0.0f, a.vocab, 0u, sampling::NO_ID_LIMIT, 0u};
+  sampling::row_view raw = {(const float*)a.logits + (uint64_t)row * a.vocab, nullptr, 1.0f, 1.0f, 0.0f, a.vocab, 0u, sampling::NO_ID_LIMIT, 0u, 0u};
   selection<uint32_t> best = sampling::best(raw, w);
   raw.top = order_value(best.prefix);
   sampling::row_view view = raw;

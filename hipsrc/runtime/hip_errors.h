@@ -50,5 +50,5 @@
   X(hipErrorStreamCaptureImplicit, 906, "operation would make the legacy stream depend on a capturing blocking stream") \
   X(hipErrorCapturedEvent, 907, "operation not permitted on an event last recorded in a capturing stream") \
   X(hipErrorStreamCaptureWrongThread, 908, "attempt to terminate a thread-local capture sequence from another thread") \
-  X(hipErrorGraphExecUpdateFailure, 910, "the graph update was not performed because it included changes which violated constraints specific to instantiated graph update") \
+  X(hipErrorGraphExecUpdateFailure, 910, "the graph update was not performed") \
   X(hipErrorUnknown, 999, "unknown error")

@@ -1,0 +1,24 @@
+"""Typed layer over hip-python: choice of runtime, devices, memory, streams, kernels, graphs. Importing it loads no HIP library."""
+
+from glm53.hip import runtime
+from glm53.hip.array import Array
+from glm53.hip.buffer import Buffer, HostBuffer, MemoryKind
+from glm53.hip.device import Device
+from glm53.hip.graph import Capture, Graph
+from glm53.hip.module import Kernel, Module
+from glm53.hip.stream import Event, Stream
+
+__all__ = [
+    "Array",
+    "Buffer",
+    "Capture",
+    "Device",
+    "Event",
+    "Graph",
+    "HostBuffer",
+    "Kernel",
+    "MemoryKind",
+    "Module",
+    "Stream",
+    "runtime",
+]

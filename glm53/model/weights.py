@@ -1,0 +1,391 @@
+"""Checkpoint tensors → device arrays.
+
+Streams each tensor from its file's pages through two pinned slots to the device, where a kernel converts it into its place, so that host memory
+holds at most the slots beside the arrays. Invariants: nothing is allocated before the whole size is known to fit; on any failure everything
+allocated here is freed again. Knows no prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from ..config import SCALE_BLOCK
+from ..errors import CheckpointError, DeviceMemoryError, HipError, human_bytes
+from ..hip import Array, Buffer, Device, Event, HostBuffer, Stream
+from ..ops import weights as ops
+from ..spec import DType, ModelSpec
+from .checkpoint import Checkpoint, TensorInfo
+from .layout import ArrayPlan, Part, array_plans
+from .names import LoadPlan, match
+
+CATEGORY = "weights"
+SLOT_BYTES_MAX = 16 << 20  # two slots on the host and two on the device: 64 MiB beside the model
+SCAN_BYTES = 8 << 20  # of one step of the NaN scan
+_ALIGN = 256
+_STORED = {"F32": DType.F32, "BF16": DType.BF16, "F8_E4M3": DType.F8E4M3}
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    """Of a full layer. T: the activation type; W: T, or bf16 in an f32 run where the checkpoint stores BF16."""
+
+    wq_b: Array  # [index_n_heads * index_head_dim, q_lora_rank] W
+    wk: Array  # [index_head_dim, hidden] W
+    k_norm_weight: Array  # [index_head_dim] T
+    k_norm_bias: Array  # [index_head_dim] T
+    weights_proj: Array  # [index_n_heads, hidden] W
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    """A gated MLP of width I."""
+
+    gate_up: Array  # [2 * I, hidden] W: gate rows, then up rows
+    down: Array  # [hidden, I] W
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """Routed experts of width I, E of them, and the shared expert."""
+
+    router: Array  # [E, hidden] f32
+    bias: Array  # [E] f32
+    gate_up: Array  # [E, 2 * I, hidden] W: gate rows, then up rows
+    down: Array  # [E, hidden, I] W
+    shared: DenseWeights
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. kv_b is stored split: wk for absorbing queries, wv for expanding outputs."""
+
+    input_norm: Array  # [hidden] T
+    post_norm: Array  # [hidden] T
+    q_a: Array  # [q_lora_rank, hidden] W
+    q_a_norm: Array  # [q_lora_rank] T
+    q_b: Array  # [heads * qk_head_dim, q_lora_rank] W
+    kv_a: Array  # [kv_lora_rank + rope, hidden] W
+    kv_a_norm: Array  # [kv_lora_rank] T
+    wk: Array  # [heads, kv_lora_rank, nope] W
+    wv: Array  # [heads, v, kv_lora_rank] W
+    o: Array  # [hidden, heads * v] W
+    indexer: IndexerWeights | None  # None: the layer uses the selection of the closest full layer before it
+    mlp: DenseWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """The multi-token-prediction layer; embedding and output head are the model's."""
+
+    enorm: Array  # [hidden] T
+    hnorm: Array  # [hidden] T
+    eh_proj: Array  # [hidden, 2 * hidden] W, embedding half first
+    layer: LayerWeights
+    norm: Array  # [hidden] T
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a model on one device."""
+
+    embed: Array  # [vocab, hidden] W
+    final_norm: Array  # [hidden] T
+    lm_head: Array  # [vocab, hidden] W; the same array as embed if tied
+    layers: tuple[LayerWeights, ...]
+    mtp: MtpWeights | None
+    nbytes: int  # allocated on the device
+    notes: tuple[str, ...]  # what the checkpoint held beside the model
+    buffers: tuple[Buffer, ...] = field(repr=False)
+
+    def free(self) -> None:
+        """Gives the device memory back. No kernel may be running on it; the arrays are dead afterwards."""
+        for buffer in self.buffers:
+            buffer.free()
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: Device,
+    dtype: DType,
+    progress: Progress | None = None,
+    check: bool = False,
+    load_mtp: bool = False,
+) -> Weights:
+    """Loads a checkpoint for activations of type `dtype` (F32 or BF16; `layout.array_plans` says what type each array gets).
+
+    Args:
+        progress: called after each piece with bytes done, bytes in all, and the tensor's name. With `check` the scan counts as well.
+        check: look for NaN and infinity in every stored tensor first, MTP layer included.
+        load_mtp: load the MTP layer too, if the checkpoint has it.
+
+    Raises:
+        CheckpointError: tensors that do not fit `spec`, or with `check` the tensor, count and first index of what is not finite.
+        DeviceMemoryError: before anything is allocated, with what is needed and what is free.
+    """
+    plan = match(checkpoint, spec)
+    plans = array_plans(plan, dtype, load_mtp)
+    report = _Report(progress, _load_bytes(plans) + (_scan_bytes(plan) if check else 0))
+    if check:
+        check_finite(checkpoint, plan, report.add)
+    slot_bytes = _slot_bytes(plans)
+    split_bytes = max(p.nbytes for p in plans if p.key.endswith("kv_b"))
+    nbytes = sum(p.nbytes for p in plans)
+    needed, free = nbytes + split_bytes + 2 * slot_bytes, device.free_bytes()
+    if needed > free:
+        raise DeviceMemoryError(
+            f"{CATEGORY}: {human_bytes(needed)} needed on device {device.name} ({human_bytes(nbytes)} of weights, the rest for loading), "
+            f"{human_bytes(free)} free; close what else uses the device, or choose a device with more memory"
+        )
+    with _Loader(checkpoint, plan.spec, device, slot_bytes, report.add) as loader:
+        for array_plan in plans:
+            loader.load(array_plan)
+        return loader.weights(plan, nbytes)
+
+
+def check_finite(checkpoint: Checkpoint, plan: LoadPlan, add: Callable[[int, str], None]) -> None:
+    """Raises `CheckpointError` at the first tensor with a NaN or an infinity (F8_E4M3: the NaN codes 0x7f and 0xff)."""
+    for planned in plan.tensors.values():
+        for info in (planned.info, planned.scale):
+            if info is not None:
+                _check_tensor(checkpoint, info, add)
+
+
+def _check_tensor(checkpoint: Checkpoint, info: TensorInfo, add: Callable[[int, str], None]) -> None:
+    flat = checkpoint.view(info.name).reshape(-1)
+    step, count, first = SCAN_BYTES // flat.itemsize, 0, -1
+    for start in range(0, flat.size, step):
+        values = flat[start : start + step]
+        if info.dtype == "F8_E4M3":
+            bad = (values & 0x7F) == 0x7F
+        elif info.dtype == "BF16":
+            bad = (values & 0x7F80) == 0x7F80
+        else:
+            bad = ~np.isfinite(values)
+        found = int(np.count_nonzero(bad))
+        if found and first < 0:
+            first = start + int(np.argmax(bad))
+        count += found
+        done = values.size * flat.itemsize
+        checkpoint.release(info, start * flat.itemsize, start * flat.itemsize + done)
+        add(done, info.name)
+    if count:
+        index = [int(i) for i in np.unravel_index(first, info.shape)]
+        raise CheckpointError(
+            f"{checkpoint.path}: {info.name} ({info.dtype} {list(info.shape)}) holds {count} values that are NaN or infinite, the first at "
+            f"{index}, expected none; fetch {info.file} again"
+        )
+
+
+class _Report:
+    """Adds up progress."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.progress, self.total, self.done = progress, total, 0
+
+    def add(self, count: int, name: str) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total, name)
+
+
+def _row_bytes(part: Part) -> int:
+    """Bytes of one source row; a vector is one row."""
+    shape, item_bytes = part.source.info.shape, _STORED[part.source.info.dtype].item_bytes
+    return shape[-1] * item_bytes
+
+
+def _scale_bytes(part: Part) -> int:
+    """Bytes of all scales of a part."""
+    if part.source.scale is None:
+        return 0
+    return -(-part.rows // SCALE_BLOCK) * part.source.scale.shape[-1] * 4
+
+
+def _load_bytes(plans: list[ArrayPlan]) -> int:
+    return sum(part.rows * _row_bytes(part) + _scale_bytes(part) for plan in plans for part in plan.parts)
+
+
+def _scan_bytes(plan: LoadPlan) -> int:
+    return sum(t.info.nbytes + (t.scale.nbytes if t.scale else 0) for t in plan.tensors.values())
+
+
+def _align(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+def _slot_bytes(plans: list[ArrayPlan]) -> int:
+    """Size of a staging slot: the largest part if that is small, and never less than one row of scale blocks (or one row) of any part."""
+    largest = least = 0
+    for part in (part for plan in plans for part in plan.parts):
+        rows = 1 if part.source.scale is None else min(part.rows, SCALE_BLOCK)
+        scale_row = 0 if part.source.scale is None else part.source.scale.shape[-1] * 4
+        least = max(least, _align(rows * _row_bytes(part)) + _align(scale_row))
+        largest = max(largest, _align(part.rows * _row_bytes(part)) + _align(_scale_bytes(part)))
+    return max(least, min(largest, SLOT_BYTES_MAX))
+
+
+class _Slot:
+    """Half of the staging memory: a piece is copied from the file to `host`, from there to `device`, and converted from there."""
+
+    def __init__(self, host: HostBuffer, device: Buffer, offset: int, slot_bytes: int, event: Event):
+        self.array = host.array[offset : offset + slot_bytes]
+        self.host_address = host.host_address + offset
+        self.device_buffer, self.device_offset = device, offset
+        self.event = event
+        self.busy = False
+
+
+class _Loader:
+    """Fills device arrays one after another. As a context manager: on an error everything is freed, else only the staging memory."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, device: Device, slot_bytes: int, add: Callable[[int, str], None]):
+        self.checkpoint, self.spec, self.device, self.add = checkpoint, spec, device, add
+        self.slot_bytes = slot_bytes
+        self.arrays: dict[str, Array] = {}
+        self.buffers: list[Buffer] = []
+        self.scratch: list[Buffer | HostBuffer] = []
+        self.split_buffer: Buffer | None = None  # kv_b before it is split; the same for all layers
+        self.slots: list[_Slot] = []
+        self.turn = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self.stream: Stream = self.device.stream()
+            host = self.device.host_alloc(2 * self.slot_bytes)
+            self.scratch.append(host)
+            staging = self.device.alloc(2 * self.slot_bytes, "loading")
+            self.scratch.append(staging)
+            self.slots = [_Slot(host, staging, i * self.slot_bytes, self.slot_bytes, self.device.event()) for i in range(2)]
+        except BaseException:
+            self._end(failed=True)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(failed=kind is not None)
+
+    def _end(self, failed: bool) -> None:
+        # After a failure the device may refuse to synchronise as well; the first error is the one to report.
+        with contextlib.suppress(HipError) if failed else contextlib.nullcontext():
+            self.device.synchronize()
+        for buffer in [*self.scratch, *(self.buffers if failed else [])]:
+            buffer.free()
+
+    def load(self, plan: ArrayPlan) -> None:
+        """Allocates the array(s) of a plan and enqueues everything that fills them."""
+        if plan.key.endswith(".kv_b"):
+            self._load_split(plan)
+            return
+        array = self._allocate(plan.key, plan.dtype, plan.shape)
+        self._fill(plan, array)
+
+    def _allocate(self, key: str, dtype: DType, shape: tuple[int, ...]) -> Array:
+        array = Array.empty(self.device, dtype, shape, category=CATEGORY)
+        self.buffers.append(array.buffer)
+        self.arrays[key] = array
+        return array
+
+    def _load_split(self, plan: ArrayPlan) -> None:
+        spec, base = self.spec, plan.key.removesuffix("kv_b")
+        wk = self._allocate(base + "wk", plan.dtype, (spec.n_heads, spec.kv_lora_rank, spec.qk_nope_head_dim))
+        wv = self._allocate(base + "wv", plan.dtype, (spec.n_heads, spec.v_head_dim, spec.kv_lora_rank))
+        if self.split_buffer is None or self.split_buffer.nbytes < plan.nbytes:
+            self.split_buffer = self.device.alloc(plan.nbytes, "loading")
+            self.scratch.append(self.split_buffer)
+        kv_b = Array(self.split_buffer, plan.dtype, plan.shape)
+        self._fill(plan, kv_b)
+        ops.split_kv_b(self.stream, kv_b, wk, wv)
+
+    def _fill(self, plan: ArrayPlan, array: Array) -> None:
+        rows = array.view((array.nbytes // (plan.cols * plan.dtype.item_bytes), plan.cols))
+        at = 0
+        for part in plan.parts:
+            self._fill_part(part, rows.slice(at, at + part.rows))
+            at += part.rows
+        assert at == rows.shape[0]
+
+    def _fill_part(self, part: Part, target: Array) -> None:
+        """Copies and converts a part into `target` [part.rows, cols], in pieces that fit a slot; scaled ones are whole scale blocks."""
+        info, scale, row_bytes = part.source.info, part.source.scale, _row_bytes(part)
+        unit = SCALE_BLOCK if scale is not None else 1
+        unit_bytes = unit * row_bytes + (scale.shape[-1] * 4 if scale is not None else 0)
+        step = max(1, (self.slot_bytes - 2 * _ALIGN) // unit_bytes) * unit
+        for row in range(0, part.rows, step):
+            rows = min(step, part.rows - row)
+            first = (part.source_row + row) * row_bytes
+            pieces = [(info, first, first + rows * row_bytes)]
+            if scale is not None:
+                scale_row_bytes = scale.shape[-1] * 4
+                first = (part.scale_row + row // SCALE_BLOCK) * scale_row_bytes
+                pieces.append((scale, first, first + -(-rows // SCALE_BLOCK) * scale_row_bytes))
+            self._piece(pieces, rows, target.slice(row, row + rows))
+            self.add(sum(stop - start for _, start, stop in pieces), info.name)
+
+    def _piece(self, pieces: list[tuple[TensorInfo, int, int]], rows: int, target: Array) -> None:
+        slot = self.slots[self.turn]
+        self.turn = 1 - self.turn
+        if slot.busy:
+            slot.event.synchronize()  # the device still reads the slot's host half until then
+        offsets, end = [], 0
+        for info, start, stop in pieces:
+            offsets.append(end)
+            np.copyto(slot.array[end : end + stop - start], self.checkpoint.bytes_of(info, start, stop))
+            self.checkpoint.release(info, start, stop)
+            end = _align(end + stop - start)
+        info, start, stop = pieces[0]
+        if len(pieces) == 1 and _STORED[info.dtype] is target.dtype:
+            self.stream.copy(target.address, slot.host_address, stop - start)
+        else:
+            used = offsets[-1] + pieces[-1][2] - pieces[-1][1]
+            self.stream.copy(slot.device_buffer.address + slot.device_offset, slot.host_address, used)
+            source = Array(slot.device_buffer, _STORED[info.dtype], target.shape, slot.device_offset)
+            scale = None
+            if len(pieces) > 1:
+                scale_shape = (-(-rows // SCALE_BLOCK), pieces[1][0].shape[-1])
+                scale = Array(slot.device_buffer, DType.F32, scale_shape, slot.device_offset + offsets[1])
+            ops.dequant(self.stream, source, scale, target)
+        slot.event.record(self.stream)
+        slot.busy = True
+
+    def weights(self, plan: LoadPlan, nbytes: int) -> Weights:
+        arrays, spec = self.arrays, self.spec
+        mtp = None
+        if "mtp.enorm" in arrays:
+            own = {name: arrays[f"mtp.{name}"] for name in ("enorm", "hnorm", "eh_proj", "norm")}
+            mtp = MtpWeights(layer=_layer(arrays, "mtp.layer."), **own)
+        return Weights(
+            embed=arrays["embed"],
+            final_norm=arrays["final_norm"],
+            lm_head=arrays["embed" if spec.tie_word_embeddings else "lm_head"],
+            layers=tuple(_layer(arrays, f"layers.{i}.") for i in range(spec.n_layers)),
+            mtp=mtp,
+            nbytes=nbytes,
+            notes=plan.notes,
+            buffers=tuple(self.buffers),
+        )
+
+
+def _layer(arrays: dict[str, Array], base: str) -> LayerWeights:
+    def group(kind: Any, key: str, *names: str) -> Any:
+        return kind(**{name: arrays[f"{base}{key}.{name}"] for name in names})
+
+    indexer = None
+    if f"{base}indexer.wk" in arrays:
+        indexer = group(IndexerWeights, "indexer", "wq_b", "wk", "k_norm_weight", "k_norm_bias", "weights_proj")
+    mlp: DenseWeights | MoeWeights
+    if f"{base}mlp.router" in arrays:
+        shared = group(DenseWeights, "mlp.shared", "gate_up", "down")
+        mlp = MoeWeights(shared=shared, **{name: arrays[f"{base}mlp.{name}"] for name in ("router", "bias", "gate_up", "down")})
+    else:
+        mlp = group(DenseWeights, "mlp", "gate_up", "down")
+    own = ("input_norm", "post_norm", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "wk", "wv", "o")
+    return LayerWeights(indexer=indexer, mlp=mlp, **{name: arrays[base + name] for name in own})

@@ -1,0 +1,127 @@
+// experts.hip - the routed experts of a mixture-of-experts layer. A pair = row * k + slot is one row of the batch at one of its k experts.
+//   expert_sort           pairs grouped by expert, ascending inside a group
+//   expert_matmul_*       y[pair] = x[pair / pairs_per_row] @ w[expert of pair]^T, sums in f32, one rounding to X
+//   expert_sum            y[r] = residual[r] + T(T(sum_slot weight * expert_out[r, slot]) + shared[r])
+// The products use the reduction orders of matmul.hip (step and tile), so a pair's bits depend on its own x and w only. An expert without
+// pairs costs one early exit. Rounding as transformers' grouped_mm: expert output in T, times f32 weight, summed in f32, cast once.
+#include "portable.h"
+#include "matmul.hip"
+#include "scan.h"
+
+namespace experts {
+
+constexpr uint32_t THREADS = SCAN_THREADS;
+constexpr uint32_t SORT_TILE = 1024;  // pairs that pass through LDS together
+
+// Grid: ceil(n / 32), pairs. matmul_step of one row.
+template <class X, class W> DEVICE void matmul_pair(const expert_matmul_args& a) {
+  uint32_t pair = block_y();
+  uint64_t expert = (uint64_t)((const int32_t*)a.ids)[pair];
+  matmul_args m = {};
+  m.x = (void*)((const X*)a.x + (uint64_t)(pair / a.pairs_per_row) * a.k);
+  m.w = (void*)((const W*)a.w + expert * a.w_expert_stride);
+  m.y = (void*)((X*)a.y + (uint64_t)pair * a.n);
+  m.rows = 1;
+  m.n = a.n;
+  m.k = a.k;
+  m.x_stride = a.k;
+  m.w_stride = a.k;
+  m.y_stride = a.n;
+  matmul_step<X, W, X>(m);
+}
+
+// Grid: ceil(n / 64), experts. A block walks over the pairs of its expert in tiles of 64; each output is matmul_tile's chain over k.
+template <class X, class W> DEVICE void matmul_grouped(const expert_matmul_args& a) {
+  SHARED(float, xs, TILE_K * TILE_PITCH);
+  SHARED(float, ws, TILE_K * TILE_PITCH);
+  uint32_t expert = block_y(), col0 = block_x() * TILE_COLS;
+  uint32_t begin = (uint32_t)((const int32_t*)a.offsets)[expert], end = (uint32_t)((const int32_t*)a.offsets)[expert + 1];
+  const int32_t* sorted = (const int32_t*)a.sorted_pairs;
+  uint32_t row = thread_id() / 16 * 4, col = thread_id() % 16 * 4, loaded = thread_id() / 4;
+  uint32_t cols = a.n - col0 < TILE_COLS ? a.n - col0 : TILE_COLS;
+  const W* w = (const W*)a.w + (uint64_t)expert * a.w_expert_stride + (uint64_t)col0 * a.k;
+  for (uint32_t first = begin; first < end; first += TILE_ROWS) {
+    uint32_t rows = end - first < TILE_ROWS ? end - first : TILE_ROWS;
+    // tile_load with stride 0: each work-item brings the pointer of the row it loads.
+    const X* x = (const X*)a.x;
+    if (loaded < rows) x += (uint64_t)((uint32_t)sorted[first + loaded] / a.pairs_per_row) * a.k;
+    float acc[4][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
+    for (uint32_t k0 = 0; k0 < a.k; k0 += TILE_K) {
+      tile_load(xs, x, 0, rows, k0, a.k);
+      tile_load(ws, w, a.k, cols, k0, a.k);
+      block_sync();
+      if (row < rows && col < cols) tile_multiply(xs + row, ws + col, acc);
+      block_sync();
+    }
+    UNROLL
+    for (uint32_t i = 0; i < 4; i++) {
+      UNROLL
+      for (uint32_t j = 0; j < 4; j++) {
+        if (row + i < rows && col + j < cols) store_f32((X*)a.y + (uint64_t)sorted[first + row + i] * a.n + col0 + col + j, acc[i][j]);
+      }
+    }
+  }
+}
+
+template <class T> DEVICE void sum_slots(const expert_sum_args& a) {
+  uint32_t c = block_x() * THREADS + thread_id(), row = block_y();
+  if (c >= a.width) return;
+  uint64_t at = (uint64_t)row * a.width + c;
+  float sum = 0.0f;
+  for (uint32_t slot = 0; slot < a.k; slot++) {
+    uint64_t pair = (uint64_t)row * a.k + slot;
+    sum = fma_f32(((const float*)a.weights)[pair], load_f32((const T*)a.expert_out + pair * a.width + c), sum);
+  }
+  float moe = rounded<T>::of(rounded<T>::of(sum) + load_f32((const T*)a.shared + at));
+  store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + moe);
+}
+
+}  // namespace experts
+
+// LAUNCH expert_sort block=256 experts_max=256
+KERNEL(expert_sort, expert_sort_args, 256) {
+  SHARED(uint32_t, counts, experts::THREADS);
+  SHARED(uint32_t, scan, SCAN_THREADS + SCAN_GROUP);
+  SHARED(int32_t, tile, experts::SORT_TILE);
+  const int32_t* ids = (const int32_t*)a.ids;
+  uint32_t t = thread_id(), total;
+  counts[t] = 0;
+  block_sync();
+  for (uint32_t p = t; p < a.pairs; p += experts::THREADS) {
+    if ((uint32_t)ids[p] < a.experts) lds_add(&counts[ids[p]], 1u);
+  }
+  block_sync();
+  uint32_t next = block_prefix(counts[t], scan, &total);
+  if (t < a.experts) ((int32_t*)a.offsets)[t] = (int32_t)next;
+  if (t == 0) ((int32_t*)a.offsets)[a.experts] = (int32_t)total;
+  for (uint32_t first = 0; first < a.pairs; first += experts::SORT_TILE) {
+    uint32_t count = a.pairs - first < experts::SORT_TILE ? a.pairs - first : experts::SORT_TILE;
+    for (uint32_t i = t; i < count; i += experts::THREADS) tile[i] = ids[first + i];
+    block_sync();
+    if (t < a.experts) {
+      for (uint32_t i = 0; i < count; i++) {
+        if (tile[i] == (int32_t)t) ((int32_t*)a.sorted_pairs)[next++] = (int32_t)(first + i);
+      }
+    }
+    block_sync();
+  }
+}
+
+#define EXPERT_MATMUL(suffix, X, W)                                                                      \
+  KERNEL(expert_matmul_step_##suffix, expert_matmul_args, 256) { experts::matmul_pair<X, W>(a); }        \
+  KERNEL(expert_matmul_tile_##suffix, expert_matmul_args, 256) { experts::matmul_grouped<X, W>(a); }
+
+// LAUNCH expert_matmul_step_f32_f32 block=256 cols=32
+// LAUNCH expert_matmul_tile_f32_f32 block=256 cols=64 rows=64
+EXPERT_MATMUL(f32_f32, float, float)
+// LAUNCH expert_matmul_step_f32_bf16 block=256 cols=32
+// LAUNCH expert_matmul_tile_f32_bf16 block=256 cols=64 rows=64
+EXPERT_MATMUL(f32_bf16, float, bf16)
+// LAUNCH expert_matmul_step_bf16_bf16 block=256 cols=32
+// LAUNCH expert_matmul_tile_bf16_bf16 block=256 cols=64 rows=64
+EXPERT_MATMUL(bf16_bf16, bf16, bf16)
+
+// LAUNCH expert_sum_f32 block=256
+KERNEL(expert_sum_f32, expert_sum_args, 256) { experts::sum_slots<float>(a); }
+// LAUNCH expert_sum_bf16 block=256
+KERNEL(expert_sum_bf16, expert_sum_args, 256) { experts::sum_slots<bf16>(a); }

@@ -1,0 +1,112 @@
+"""The command line as a person types it: output, exit codes, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEMO = "models/glm53-demo"
+
+
+def glm53(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Runs the installed command."""
+    command = Path(sys.executable).parent / "glm53"
+    return subprocess.run([str(command), *arguments], cwd=ROOT, input=stdin, capture_output=True, timeout=300)
+
+
+GREEDY = ["--temperature", "0", "--max-tokens", "8", "--context-rows-max", "1024"]
+
+
+def test_generate_prints_text_and_a_summary() -> None:
+    done = glm53("generate", DEMO, "In the beginning", *GREEDY)
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(done.stdout.decode().split()) > 3
+    summary = done.stderr.decode().strip().splitlines()[-1]
+    for part in ("prompt tokens", "new at", "length", "seed", "weights", "history", "MiB"):
+        assert part in summary, summary
+
+
+def test_generate_json_from_file_and_stdin_agree(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("In the beginning", encoding="utf-8")
+    from_file = glm53("generate", DEMO, "--prompt-file", str(prompt), "--json", "--logprobs", "2", *GREEDY)
+    from_stdin = glm53("generate", DEMO, "--json", "--logprobs", "2", *GREEDY, stdin=b"In the beginning")
+    a, b = json.loads(from_file.stdout), json.loads(from_stdin.stdout)
+    assert a["text"] == b["text"] and a["token_ids"] == b["token_ids"] and a["completion_tokens"] == 8
+    assert a["memory_bytes"]["weights"] > 20 << 20 and a["runtime"] == "cpu"
+    assert len(a["logprobs"]) == 8 and len(a["logprobs"][0]["top"]) == 2
+
+
+def test_chat(tmp_path: Path) -> None:
+    done = glm53("generate", DEMO, "Who are you?", "--chat", "--reasoning-effort", "low", "--temperature", "0", "--context-rows-max", "1024")
+    assert b"model" in done.stdout and done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments, code, text",
+    [
+        (["generate", DEMO, ""], 2, "empty"),
+        (["generate", DEMO, "x", "--prompt-ids", "1"], 2, "wanted one of them"),
+        (["generate", DEMO, "--prompt-ids", "1,x"], 2, "wanted integers"),
+        (["generate", DEMO, "--prompt-ids", "4096"], 2, "4096"),
+        (["generate", DEMO, "x", "--temperature", "-1"], 2, "temperature"),
+        (["generate", DEMO, "x", "--top-p", "nan"], 2, "top_p"),
+        (["generate", DEMO, "x", "--system", "s"], 2, "--chat"),
+        (["generate", DEMO, "x", "--extent-rows", "100"], 2, "extent"),
+        (["generate", "no-such-directory", "x"], 2, "no-such-directory"),
+        (["generate", "docs", "x"], 2, "config.json"),
+        (["generate", DEMO, "x", "--runtime", "rocm"], 3, "libamdhip64"),
+        (["generate", DEMO, "x", "--device-index", "99"], 2, "99"),
+        (["generate", DEMO, "x", "--no-such-option"], 2, "no-such-option"),
+    ],
+)
+def test_refusals(arguments: list[str], code: int, text: str) -> None:
+    done = glm53(*arguments)
+    assert done.returncode == code, done.stderr.decode()
+    assert text in done.stderr.decode() and b"Traceback" not in done.stderr
+
+
+def test_invalid_utf8_is_named() -> None:
+    done = glm53("generate", DEMO, stdin=b"abc\xff")
+    assert done.returncode == 2 and b"byte 3 (0xff)" in done.stderr
+    raw = subprocess.run([str(Path(sys.executable).parent / "glm53"), "generate", DEMO, b"abc\xff"], cwd=ROOT, capture_output=True)
+    assert raw.returncode == 2 and b"UTF-8" in raw.stderr
+
+
+def test_prompt_longer_than_the_limit() -> None:
+    done = glm53("generate", DEMO, "word " * 100, "--context-rows-max", "64")
+    assert done.returncode == 2 and b"at most 63" in done.stderr
+
+
+def test_inspect_needs_no_device() -> None:
+    shown = glm53("inspect", DEMO)
+    assert shown.returncode == 0 and b"indexer" in shown.stdout
+    assert json.loads(glm53("inspect", DEMO, "--json").stdout)
+
+
+def test_devices_lists_the_runtime_and_objects() -> None:
+    shown = json.loads(glm53("devices", "--json").stdout)
+    assert shown["runtime"] == "cpu" and shown["devices"][0]["arch"] == "host" and "host" in shown["objects"]
+    assert b"code objects" in glm53("devices").stdout
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["inspect"], ["devices"], ["selftest"]])
+def test_help_needs_no_device_and_loads_nothing(command: list[str]) -> None:
+    code = f"import sys; from glm53.cli import main; main({[*command, '--help']!r}, standalone_mode=False); print(sorted(m for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    text, modules = done.stdout.rsplit("\n[", 1) if "\n[" in done.stdout else (done.stdout, "")
+    assert "Exit codes" in text
+    for heavy in ("'rocm.bindings", "'numba", "'glm53.hip"):
+        assert heavy not in modules, f"--help imports {heavy}"
+
+
+def test_help_groups_options() -> None:
+    text = glm53("generate", "--help").stdout.decode()
+    places = [text.index(title) for title in ("Prompt:", "Sampling:", "Engine:", "Output:")]
+    assert places == sorted(places) and "Example:" in text and "[default: bf16]" in text

@@ -1,0 +1,169 @@
+"""The engine as its users meet it: results, independence of what runs beside, refusals, and that nothing stays allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from glm53 import Engine, SamplingParams
+from glm53.errors import CheckpointError, DeviceMemoryError, InputError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = ["In the beginning", "It was a bright cold day in April, and the clocks", "The Lord said unto", "My dear Mr. Bennet,"]
+
+
+@pytest.fixture(autouse=True)
+def stores_stay_sound(request: pytest.FixtureRequest) -> None:
+    if "demo_engine" in request.fixturenames:
+        engine: Engine = request.getfixturevalue("demo_engine")
+        yield
+        for store in (engine.rows, engine.keys):
+            store.check()
+            assert store.pool.free == store.pool.capacity, "a finished request kept extents"
+    else:
+        yield
+
+
+def test_generates_and_streams_the_same(demo_engine: Engine) -> None:
+    done = demo_engine.generate(PROMPTS[0], GREEDY)
+    chunks = list(demo_engine.stream(PROMPTS[0], GREEDY))
+    assert len(done.token_ids) == 12 and done.finish_reason == "length"
+    assert "".join(c.text for c in chunks) == done.text == demo_engine.tokenizer.decode(done.token_ids)
+    assert tuple(t for c in chunks for t in c.token_ids) == done.token_ids
+    assert [c.finish_reason for c in chunks] == [None] * 11 + ["length"]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, seed=5, max_tokens=12)])
+def test_batched_equals_alone(demo_engine: Engine, params: SamplingParams) -> None:
+    alone = [demo_engine.generate(p, params) for p in PROMPTS]
+    together = demo_engine.generate(PROMPTS, params)
+    for a, b in zip(alone, together):
+        assert a.token_ids == b.token_ids and a.text == b.text
+    more_than_sessions = demo_engine.generate(PROMPTS + PROMPTS[:2], params)
+    assert [c.token_ids for c in more_than_sessions] == [c.token_ids for c in alone + alone[:2]]
+
+
+def test_batched_logits_equal_alone_bit_for_bit(demo_engine: Engine) -> None:
+    every = [demo_engine.generate(p, SamplingParams(temperature=0.0, max_tokens=6, logprobs=20)) for p in PROMPTS]
+    together = demo_engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=6, logprobs=20))
+    assert [c.logprobs for c in every] == [c.logprobs for c in together]
+    for entry in every[0].logprobs:
+        assert entry.top[0] == (entry.token_id, entry.logprob) and len(entry.top) == 20
+        assert all(a[1] >= b[1] for a, b in zip(entry.top, entry.top[1:]))
+
+
+def test_chunk_size_leaves_every_bit_alone(make_checkpoint: Callable[..., Path]) -> None:
+    path = make_checkpoint(seed=3)
+    ids = [(i * 37 + 11) % 512 for i in range(150)]
+    reference = None
+    for chunk in (1, 7, 64, 150):
+        with Engine.open(path, dtype="f32", prefill_chunk_rows=chunk, context_rows_max=512) as engine:
+            tokens, logits = engine.generate_logits(ids, 6)
+        if reference is None:
+            reference = (tokens, logits)
+        assert tokens == reference[0]
+        np.testing.assert_array_equal(logits, reference[1], err_msg=f"chunk {chunk}")
+
+
+def test_extent_size_leaves_every_bit_alone(make_checkpoint: Callable[..., Path]) -> None:
+    path = make_checkpoint(seed=3)
+    ids = [(i * 37 + 11) % 512 for i in range(150)]
+    found = []
+    for extent_rows in (64, 128, 1024):
+        with Engine.open(path, dtype="f32", extent_rows=extent_rows, context_rows_max=512) as engine:
+            found.append(engine.generate_logits(ids, 4)[1])
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_seed_repeats_and_differs(demo_engine: Engine) -> None:
+    sample = lambda seed: demo_engine.generate(PROMPTS[0], SamplingParams(seed=seed, max_tokens=12)).token_ids  # noqa: E731
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(4)}) > 1
+    fresh = demo_engine.generate(PROMPTS[0], SamplingParams(max_tokens=12))
+    assert sample(fresh.seed) == fresh.token_ids
+
+
+def test_stop_string_cuts_exactly(demo_engine: Engine) -> None:
+    free = demo_engine.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40)).text
+    for stop in (free[10:14], free[3:4], free[-5:]):
+        done = demo_engine.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, stop=(stop,)))
+        assert done.text == free[: free.index(stop)] and done.finish_reason == "stop"
+        assert "".join(c.text for c in demo_engine.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, stop=(stop,)))) == done.text
+
+
+def test_stop_token_ends_without_its_text(demo_engine: Engine) -> None:
+    free = demo_engine.generate(PROMPTS[0], GREEDY)
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    done = demo_engine.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(stop,)))
+    assert done.token_ids == free.token_ids[:first] and done.finish_reason == "stop"
+
+
+def test_repetition_penalty_avoids_the_prompt(demo_engine: Engine) -> None:
+    ids = demo_engine.encode("the the the the the the")
+    done = demo_engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1e6, ignore_eos=True))
+    positive_logits_only = set(done.token_ids)
+    assert len(positive_logits_only) == 20, "a token came twice under a penalty of a million"
+
+
+def test_chat_answers_inside_the_template(demo_engine: Engine) -> None:
+    ids = demo_engine.tokenizer.encode_chat([{"role": "user", "content": "Who are you?"}], reasoning_effort="low")
+    done = demo_engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=40))
+    assert done.finish_reason == "stop" and "model" in done.text
+
+
+def test_context_limit_ends_a_request(make_checkpoint: Callable[..., Path]) -> None:
+    with Engine.open(make_checkpoint(seed=3), dtype="f32", context_rows_max=70) as engine:
+        done = engine.generate(list(range(60)), SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        assert len(done.token_ids) == 10 and done.finish_reason == "length"
+        with pytest.raises(InputError, match="at most 69"):
+            engine.generate(list(range(70)))
+
+
+def test_abandoned_stream_gives_its_memory_back(demo_engine: Engine) -> None:
+    stream = demo_engine.stream(PROMPTS, GREEDY)
+    next(stream)
+    assert demo_engine.rows.pool.free < demo_engine.rows.pool.capacity
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    "prompt, text",
+    [("", "empty"), ([], "empty"), ([4096], "token id 4096"), ([-1], "token id -1"), ([1] * 4096, "4096 tokens")],
+)
+def test_bad_prompts(demo_engine: Engine, prompt: str | list[int], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        demo_engine.generate([prompt] if prompt == [] else prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1), ("top_k", 1.5), ("min_p", -0.1),
+        ("min_p", 2.0), ("repetition_penalty", 0.0), ("seed", -1), ("seed", 2**64), ("max_tokens", 0), ("logprobs", 21), ("stop", ("",)),
+        ("stop_token_ids", (-1,)), ("temperature", "hot"),
+    ],
+)  # fmt: skip
+def test_bad_sampling_parameters(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_unknown_setting(demo_path: Path) -> None:
+    with pytest.raises(InputError, match="prefil_chunk_rows"):
+        Engine.open(demo_path, prefil_chunk_rows=3)
+
+
+def test_not_enough_device_memory(demo_path: Path) -> None:
+    with pytest.raises(DeviceMemoryError, match="workspace|history|tables|weights") as caught:
+        Engine.open(demo_path, dtype="f32", prefill_chunk_rows=30000, sessions_max=4096)
+    assert "free" in str(caught.value)
+
+
+def test_missing_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="config.json"):
+        Engine.open(tmp_path)
