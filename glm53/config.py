@@ -1,7 +1,7 @@
 """config.json → `ModelSpec`, and the engine's settings `EngineConfig`.
 
-Reads the configuration by transformers 5.24.0's rules, but refuses where transformers falls back in silence: a missing rope theta, a missing
-width, a schedule of the wrong length. Knows no device and no tensor.
+Reads the configuration by transformers 5.24.0's rules, but refuses where transformers falls back in silence: a missing rope theta, a
+missing width, a schedule of the wrong length. Knows no device and no tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, InputError
-from .spec import ModelSpec
+from glm53.errors import CheckpointError, InputError
+from glm53.files import CONFIG_FILE, GENERATION_FILE, check_directory, read_json_object
+from glm53.spec import ModelSpec
 
 MODEL_TYPE = "glm_moe_dsa"
 SCALE_BLOCK = 128  # rows and columns of one FP8 scale block, the only size released
@@ -84,28 +85,6 @@ class _Fields:
         return tuple(allowed[v] for v in value)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `CheckpointError` naming the file when it is absent, unreadable, no JSON or no object."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; a model directory needs {path.name}, as released on Hugging Face") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        value = json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: byte {error.start} is not UTF-8, expected JSON text; fetch the file again") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise CheckpointError(f"{path}: not JSON ({error.msg} at {where}); fetch the file again") from None
-    except (RecursionError, ValueError) as error:
-        raise CheckpointError(f"{path}: not usable JSON ({error}); fetch the file again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
-    return value
-
-
 def read_config(path: str | Path, latent_norm_eps: float = 1e-6) -> ModelSpec:
     """The model's shape from config.json (and the end-of-sequence ids of generation_config.json).
 
@@ -118,9 +97,8 @@ def read_config(path: str | Path, latent_norm_eps: float = 1e-6) -> ModelSpec:
         CheckpointError: key, what it holds and what was expected.
     """
     path = Path(path)
-    directory, file = (path.parent, path) if path.name.endswith(".json") else (path, path / "config.json")
-    if file.parent == path and not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory, expected a model directory with config.json and *.safetensors")
+    directory, file = (path.parent, path) if path.name.endswith(".json") else (path, path / CONFIG_FILE)
+    check_directory(directory)
     fields = _Fields(read_json_object(file), str(file))
     _check_model_type(fields)
     _check_fixed(fields)
@@ -217,7 +195,7 @@ def _eos_ids(fields: _Fields, directory: Path) -> tuple[int, ...]:
     """Ids that end a text: config.json's, then those only generation_config.json has. Empty: only length and stop strings end it."""
     vocab_size = fields.integer("vocab_size", 1, _WIDTH_MAX)
     ids = _eos_list(fields, vocab_size)
-    extra = directory / "generation_config.json"
+    extra = directory / GENERATION_FILE
     if extra.exists():
         ids += _eos_list(_Fields(read_json_object(extra), str(extra)), vocab_size)
     return tuple(dict.fromkeys(ids))
@@ -236,7 +214,7 @@ class GenerationDefaults:
 
 def read_generation_config(path: str | Path) -> GenerationDefaults:
     """The suggestions of generation_config.json in a model directory; all None if there is no such file. Raises `CheckpointError`."""
-    file = Path(path) / "generation_config.json"
+    file = Path(path) / GENERATION_FILE
     if not file.exists():
         return GenerationDefaults()
     fields = _Fields(read_json_object(file), str(file))
@@ -323,16 +301,17 @@ def _setting(default: Any, text: str, **extra: Any) -> Any:
 class EngineConfig:
     """Settings of an engine. The command line takes names, defaults, units and help from the fields. Raises `InputError` on a bad value."""
 
-    runtime: str = _setting("auto", "HIP runtime: auto takes rocm if a device answers, else cuda, else cpu.", choices=("auto", "rocm", "cuda", "cpu"))
+    runtime: str = _setting(
+        "auto", "HIP runtime; auto: rocm if a device answers, else cuda, else cpu.", choices=("auto", "rocm", "cuda", "cpu")
+    )
     device_index: int = _setting(0, "Device number, as `glm53 devices` lists it.")
     dtype: str = _setting("bf16", "Type of activations and history rows; f32 is for parity with transformers.", choices=("bf16", "f32"))
     latent_norm_eps: float = _setting(1e-6, "Epsilon of the two latent norms: 1e-6 as transformers, 1e-5 as vLLM and SGLang.")
     prefill_chunk_rows: int = _setting(512, "Prompt tokens computed at once.", unit="tokens")
     extent_rows: int = _setting(256, "Rows of one history extent, a multiple of 64.", unit="rows")
-    context_rows_max: int = _setting(0, "Longest history of a session, prompt and output; 0: the model's max_position_embeddings.", unit="tokens")
+    context_rows_max: int = _setting(0, "Longest history of a session, prompt and output; 0: the model's limit.", unit="tokens")
     sessions_max: int = _setting(1, "Sessions that may be open at once.", unit="sessions")
     check_weights: bool = _setting(False, "Look for NaN and infinity in every tensor before loading.")
-    history_gib: float = _setting(0.0, "Device memory set aside for histories; 0: what context_rows_max and sessions_max need.", unit="GiB")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -352,7 +331,6 @@ class EngineConfig:
             raise InputError(f"extent_rows is {self.extent_rows}, expected a multiple of 64 (rows are copied in groups of 64)")
         self._range("context_rows_max", 0, 1 << 30)
         self._range("sessions_max", 1, 1 << 16)
-        self._range("history_gib", 0.0, float(1 << 20))
 
     def _range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .config import read_config
-from .model.checkpoint import Checkpoint
-from .model.layout import array_plans
-from .model.names import SCALE_SUFFIX, ExpectedTensor, Kind, LoadPlan, expected_tensors, match, parameter_count
-from .spec import DType, ModelSpec
-from .tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
+from glm53.config import MODEL_TYPE, read_config
+from glm53.errors import human_bytes
+from glm53.files import TEMPLATE_FILE, TOKENIZER_FILE
+from glm53.model.checkpoint import Checkpoint
+from glm53.model.layout import array_plans
+from glm53.model.names import ExpectedTensor, Kind, LoadPlan, expected_tensors, match, parameter_count, parameters_in
+from glm53.spec import DType, ModelSpec
 
 Q8G64_ROW_GROUP = 64  # latent values that share one f16 scale
 
 
 @dataclass(frozen=True)
 class Share:
-    """Stored tensors of one kind or type: how many, their bytes, and their numbers (scales are not counted as parameters)."""
+    """Stored tensors of one kind or type: how many, their bytes, and the parameters in them (`names.parameters_in`)."""
 
     tensors: int
     nbytes: int
@@ -58,6 +60,46 @@ class Inspection:
     has_chat_template: bool
     notes: tuple[str, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values; the shape's two layer schedules as lists of layers."""
+        values = dataclasses.asdict(self) | {"path": str(self.path)}
+        spec = values["spec"]
+        del spec["layer_is_full"], spec["layer_is_sparse"]
+        spec |= {"full_layers": self.spec.full_layers, "sparse_layers": [i for i, sparse in enumerate(self.spec.layer_is_sparse) if sparse]}
+        for name, cost in self.history.items():
+            values["history"][name]["total_bytes"] = cost.total_bytes
+        return values
+
+    def table(self) -> str:
+        """The same for people, one fact a line."""
+        spec, sparse = self.spec, sum(self.spec.layer_is_sparse)
+        heads = f"{spec.n_heads} heads (nope {spec.qk_nope_head_dim}, rope {spec.qk_rope_head_dim}, v {spec.v_head_dim})"
+        experts = f"{spec.n_routed_experts} of width {spec.expert_width}, {spec.n_experts_per_tok} a token; {spec.n_shared_experts} shared"
+        layers = f"{spec.n_layers - sparse} dense of width {spec.dense_width}, {sparse} sparse"
+        index = f"{spec.index_n_heads} heads of {spec.index_head_dim}, top {spec.index_topk}"
+        packed = ", experts packed" if self.packed_experts else ""
+        text = "tokenizer and chat template" if self.has_chat_template else "tokenizer, no chat template"
+        lines = [
+            f"{self.path}: {MODEL_TYPE}, {self.parameters:,} parameters, {self.parameters_active:,} active per token",
+            f"  layers      {spec.n_layers}{' and MTP' if spec.n_mtp_layers else ''}: {layers}",
+            f"  experts     {experts}",
+            f"  attention   hidden {spec.hidden_size}, {heads}, latents {spec.q_lora_rank} and {spec.kv_lora_rank}",
+            f"  indexer     {index}, on layers {', '.join(map(str, spec.full_layers))}",
+            f"  context     {spec.max_position_embeddings:,} tokens, rope theta {spec.rope_theta:g}, vocabulary {spec.vocab_size:,}",
+            f"  text        {text if self.has_tokenizer else 'no tokenizer: token ids only'}",
+            f"  on disk     {human_bytes(self.disk_bytes)} in {self.tensor_count:,} tensors{packed}",
+        ]
+        for title, shares in (("by type", self.formats), ("by kind", self.kinds)):
+            lines.append(f"  {title}")
+            lines += [f"    {name:<16}{share.tensors:>8,} tensors  {human_bytes(share.nbytes)}" for name, share in shares.items()]
+        lines.append("  weights on the device, MTP layer not counted")
+        lines += [f"    {name:<16}{human_bytes(count)}" for name, count in self.device_bytes.items()]
+        lines.append("  one token of history")
+        for name, cost in self.history.items():
+            parts = f"{cost.rows_bytes:,} in rows of {cost.row_bytes:,}, {cost.index_bytes:,} in index keys"
+            lines.append(f"    {name:<16}{cost.total_bytes:>8,} B: {parts}")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
 
 def inspect_checkpoint(path: str | Path) -> Inspection:
     """Reads config.json and the headers, and compares them. Raises `CheckpointError` as loading would."""
@@ -66,9 +108,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     with Checkpoint.open(path) as checkpoint:
         plan = match(checkpoint, spec)
         tensors, disk_bytes = checkpoint.tensors, checkpoint.disk_bytes
-    stored = [
-        (info.dtype, info.nbytes, 0 if name.endswith(SCALE_SUFFIX) else math.prod(info.shape)) for name, info in tensors.items()
-    ]
+    stored = [(info.dtype, info.nbytes, parameters_in(name, info.shape)) for name, info in tensors.items()]
     wanted = expected_tensors(plan.spec, bool(plan.spec.n_mtp_layers), plan.packed_layers)
     return Inspection(
         path=path,
@@ -93,7 +133,7 @@ def active_parameters(spec: ModelSpec) -> int:
     idle = 1 - spec.n_experts_per_tok / spec.n_routed_experts
 
     def used(tensor: ExpectedTensor) -> int:
-        count = math.prod(tensor.shape)
+        count = parameters_in(tensor.name, tensor.shape)
         if tensor.kind is Kind.EMBEDDING:
             return count if spec.tie_word_embeddings else spec.hidden_size
         return count - round(count * idle) if tensor.kind is Kind.ROUTED else count
@@ -122,7 +162,7 @@ def _shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
 
 
 def _kinds(plan: LoadPlan) -> dict[str, Share]:
-    items = [(t.kind.value, t.info.nbytes, math.prod(t.info.shape)) for t in plan.tensors.values()]
+    items = [(t.kind.value, t.info.nbytes, parameters_in(name, t.info.shape)) for name, t in plan.tensors.items()]
     items += [(Kind.SCALE.value, t.scale.nbytes, 0) for t in plan.tensors.values() if t.scale is not None]
     shares = _shares(items)
     return {kind.value: shares[kind.value] for kind in Kind if kind.value in shares}

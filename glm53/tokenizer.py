@@ -12,30 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import tokenizers
 
-from .config import read_json_object
-from .errors import CheckpointError, InputError
-from .model.checkpoint import check_not_lfs_pointer
+from glm53.errors import CheckpointError, InputError
+from glm53.files import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, read_json_object, read_text
 
-TOKENIZER_FILE = "tokenizer.json"
-TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def text_from_bytes(data: bytes, source: str) -> str:
-    """UTF-8 text of `data`; raises `InputError` naming `source` and the first bad byte."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8 text ({error.reason}); convert it to UTF-8") from None
-
-
 def _byte_alphabet() -> dict[str, int]:
-    """Printable character -> byte, the alphabet of byte-level BPE (GPT-2's bytes_to_unicode): 188 bytes stand for themselves, the others for
-    U+0100 and up in order."""
+    """Printable character -> byte, the alphabet of byte-level BPE (GPT-2's bytes_to_unicode): 188 bytes stand for themselves, the others
+    are U+0100 and up in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
@@ -65,18 +54,10 @@ class Tokenizer:
         """The tokenizer of a model directory. Raises `CheckpointError`; a checkpoint without one can still generate from token ids."""
         path = Path(path)
         file = path / TOKENIZER_FILE
-        try:
-            data = file.read_bytes()
-        except FileNotFoundError:
-            raise CheckpointError(f"{file} does not exist: text needs a tokenizer; copy it from the release, or give token ids") from None
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
-        check_not_lfs_pointer(file, data)
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file}: byte {error.start} is not UTF-8, expected JSON text; fetch the file again") from None
-        config_file = path / "tokenizer_config.json"
+        if not file.exists():
+            raise CheckpointError(f"{file} does not exist: text needs a tokenizer; copy it from the release, or give token ids")
+        text = read_text(file)
+        config_file = path / TOKENIZER_CONFIG_FILE
         config = read_json_object(config_file) if config_file.exists() else {}
         return cls(file, text, config, _read_template(path, config))
 
@@ -122,7 +103,8 @@ class Tokenizer:
         if isinstance(template, Mapping):
             template = template.get("tool_use") if tools and "tool_use" in template else template.get("default")
         if template is None:
-            raise CheckpointError(f"{self.path.parent} has no {TEMPLATE_FILE} and no chat_template in tokenizer_config.json: give a plain prompt")
+            where = f"{TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG_FILE}"
+            raise CheckpointError(f"{self.path.parent} has no {where}: give a plain prompt")
         values = self.special_tokens | {"documents": None} | settings
         values |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return _render(self.path.parent, template, values)
@@ -135,7 +117,7 @@ class Tokenizer:
 def _load(path: Path, text: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every fault of the file
+    except Exception as error:  # the library raises bare Exception for every fault of the file
         raise CheckpointError(f"{path}: not a usable tokenizer ({error}); fetch the file again") from None
 
 
@@ -147,7 +129,7 @@ def _read_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str
     """chat_template.jinja if there is one, else chat_template of tokenizer_config.json: a text, or texts by name."""
     file = path / TEMPLATE_FILE
     if file.exists():
-        return text_from_bytes(file.read_bytes(), str(file))
+        return read_text(file)
     template = config.get("chat_template")
     if template is None or isinstance(template, str):
         return template
@@ -167,7 +149,7 @@ def _render(path: Path, template: str, values: Mapping[str, Any]) -> str:
     import jinja2.sandbox
 
     class GenerationBlock(jinja2.ext.Extension):
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
         def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
             next(parser.stream)
@@ -215,8 +197,8 @@ class StreamDecoder:
 class StopMatcher:
     """Ends a text at its first stop string. Text that may be the beginning of one is held back until that is decided.
 
-    First means: the stop string whose last character comes first; among those that end there, the longest. The result does not depend on how
-    the text is split over `push` calls. Raises `InputError` for an empty stop string.
+    First means: the stop string whose last character comes first; among those that end there, the longest. The result does not depend on
+    how the text is split over `push` calls. Raises `InputError` for an empty stop string.
     """
 
     def __init__(self, stops: Sequence[str] = ()):

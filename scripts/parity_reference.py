@@ -6,7 +6,8 @@ Runs in an environment with torch and transformers, never in the product's:
     parity_reference.py JOB.json OUT.npz
 
 JOB.json: {"model": directory, "prompts": {name: [token ids]}, "new_tokens": n, "uncached": bool}. The directory must
-hold no FP8 (see make_checkpoint.write_dequantised). OUT.npz holds, for each prompt name:
+hold no FP8 (see make_checkpoint.write_dequantised). OUT.npz holds `versions`, "torch==... transformers==...", and for
+each prompt name:
 
     NAME/tokens    [n] int64        greedy tokens, cached, eager attention, end-of-text ids ignored
     NAME/logits    [n, V] float32   row i chose tokens[i]; row 0 belongs to the last prompt token
@@ -21,6 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import transformers
 from transformers import DynamicCache, GlmMoeDsaForCausalLM
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as modeling
 
@@ -121,13 +123,25 @@ def run_prompt(model: Any, ids: list[int], job: dict[str, Any]) -> dict[str, Any
     return {"tokens": np.array(tokens), "logits": logits.numpy(), "margins": np.array(values)}
 
 
+def load(path: str) -> Any:
+    """The model in float32. Of the file's tensors only those of an MTP layer, which transformers lacks, may go unused."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, info = GlmMoeDsaForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    mtp = f"model.layers.{model.config.num_hidden_layers}."
+    bad = {key: names for key in info if (names := [n for n in info[key] if not str(n).startswith(mtp)])}
+    if bad:
+        raise ValueError(f"{path}: transformers could not use the checkpoint as it is: {bad}")
+    return model.eval()
+
+
 def main(job_path: str, out_path: str) -> None:
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)  # one order of summation, and these machines are shared
     job = json.loads(Path(job_path).read_text())
-    model: Any = GlmMoeDsaForCausalLM.from_pretrained(
-        job["model"], dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = load(job["model"])
     arrays: dict[str, Any] = {}
     for name, ids in job["prompts"].items():
         start = time.monotonic()
@@ -135,6 +149,7 @@ def main(job_path: str, out_path: str) -> None:
         arrays |= {f"{name}/{key}": value for key, value in result.items()}
         text = "  ".join(f"{key} {value:.2e}" for key, value in zip(MARGINS, result["margins"], strict=True))
         print(f"  {name}: {len(ids)} tokens, {text}, {time.monotonic() - start:.1f} s", flush=True)
+    arrays["versions"] = f"torch=={torch.__version__.partition('+')[0]} transformers=={transformers.__version__}"
     np.savez(out_path, **arrays)
 
 

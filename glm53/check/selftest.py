@@ -62,7 +62,7 @@ def package_versions(device: Device) -> dict[str, str]:
             versions[name] = "not installed"
     info = runtime.select()
     return versions | {
-        "runtime": f"{info.name} {info.version} ({info.reason})",
+        "runtime": f"{info.name} {info.runtime_version} ({info.reason})",
         "library": str(info.library),
         "device": f"{device.name}, {device.arch}, {device.total_bytes / 2**30:.1f} GiB",
     }
@@ -90,7 +90,7 @@ def run_selftest(runtime_name: str | None, device_index: int, thorough: bool, ec
         say(f"{result.total - result.failed} of {result.total} hold")
         return result
     finally:
-        device.close(release=True)
+        device.close(free_buffers=True)
 
 
 def _families(thorough: bool) -> dict[str, list]:
@@ -137,7 +137,7 @@ def _litmus_loops(device: Device) -> list[Callable[[], Line]]:
             try:
                 return line(litmus.peer_mailbox(device, other, rounds=1000))
             finally:
-                other.close(release=True)
+                other.close(free_buffers=True)
 
         loops.append(peers)
     return loops

@@ -3,9 +3,9 @@
 from glm53.hip import runtime
 from glm53.hip.array import Array
 from glm53.hip.buffer import Buffer, HostBuffer, MemoryKind
-from glm53.hip.device import Device
+from glm53.hip.device import Device, list_devices
 from glm53.hip.graph import Capture, Graph
-from glm53.hip.module import Kernel, Module
+from glm53.hip.module import Kernel, Module, code_objects
 from glm53.hip.stream import Event, Stream
 
 __all__ = [
@@ -20,5 +20,7 @@ __all__ = [
     "MemoryKind",
     "Module",
     "Stream",
+    "code_objects",
+    "list_devices",
     "runtime",
 ]

@@ -31,7 +31,7 @@ _NUMPY: dict[DType, np.dtype] = {
     DType.U32: np.dtype(np.uint32),
     DType.U64: np.dtype(np.uint64),
 }
-_FROM_NUMPY: dict[DType, np.dtype] = {numpy_type: dtype for dtype, numpy_type in _NUMPY.items() if dtype not in (DType.BF16, DType.F8E4M3)}
+_FROM_NUMPY: dict[np.dtype, DType] = {numpy_type: dtype for dtype, numpy_type in _NUMPY.items() if dtype not in (DType.BF16, DType.F8E4M3)}
 
 
 def bf16_from_f32(values: np.ndarray) -> np.ndarray:

@@ -126,9 +126,10 @@ class HostBuffer:
             raise LifetimeError(f"host buffer {self.category!r} at {self.host_address:#x} ({self.byte_count} B) is freed twice")
         self._freed = True
         del self.device.live[id(self)]
-        self.array = np.empty(0, np.uint8)
         with self.device.current():
             (calls.host_unregister if self._registered else calls.host_free)(self.host_address)
+        # Only now: the reference kept registered pages from being unmapped before they are unlocked.
+        self.array = np.empty(0, np.uint8)
 
     def __enter__(self) -> Self:
         return self

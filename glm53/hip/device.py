@@ -17,6 +17,24 @@ from glm53.hip.module import Kernel, Module
 from glm53.hip.stream import Event, Stream
 
 
+def list_devices() -> list[dict[str, int | str]]:
+    """One row per device of the runtime in use (chosen by default rules if none is): index, name, arch, total_bytes, free_bytes, pci_bus."""
+    rows: list[dict[str, int | str]] = []
+    for index in range(runtime.select().device_count):
+        device = Device(index)
+        rows.append(
+            {
+                "index": index,
+                "name": device.name,
+                "arch": device.arch,
+                "total_bytes": device.total_bytes,
+                "free_bytes": device.free_bytes(),
+                "pci_bus": device.properties.pci_bus,
+            }
+        )
+    return rows
+
+
 class Device:
     """Device `index` of the selected runtime (selected by default rules if nothing was).
 
@@ -37,6 +55,7 @@ class Device:
         self._streams: list[Stream] = []
         self._default_stream: Stream | None = None
         self._module: Module | None = None
+        self.closed = False
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -161,9 +180,10 @@ class Device:
     # End
 
     def close(self, free_buffers: bool = False) -> None:
-        """Ends streams and the module. Raises LifetimeError listing live buffers by category; free_buffers=True frees them instead."""
+        """Ends streams and the module; again is not an error. Raises LifetimeError listing live buffers by category; free_buffers=True frees them instead."""
         if self.live and not free_buffers:
             raise LifetimeError(f"device {self.index} is closed with live buffers: {self.live_text()}; next: free them, or close(free_buffers=True)")
+        self.closed = True
         try:
             for stream in list(self._streams):
                 stream.close()

@@ -37,6 +37,13 @@ def manifest(directory: Path | None = None) -> dict[str, Any]:
     return content
 
 
+def code_objects() -> dict[str, dict[str, Any]]:
+    """The built code objects by architecture: file, sha256, compiler, bytes. Empty if nothing is built."""
+    if not (runtime.native_directory() / "manifest.json").is_file():
+        return {}
+    return manifest()["objects"]
+
+
 def object_path(arch: str, directory: Path | None = None) -> Path:
     """Path of the code object for `arch` ("gfx1100", "sm_90", "host"), its hash checked.
 

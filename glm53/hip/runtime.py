@@ -49,9 +49,7 @@ _selected: RuntimeInfo | None = None
 
 def native_directory() -> Path:
     """Where the built libraries and code objects are: `_native` beside the package. The path may not exist."""
-    import glm53
-
-    candidates = [Path(entry) / "_native" for entry in glm53.__path__]
+    candidates = [Path(entry) / "_native" for entry in sys.modules["glm53"].__path__]
     return next((path for path in candidates if path.is_dir()), candidates[0])
 
 

@@ -1,8 +1,8 @@
 """Safetensors files of a model directory: index, headers, and memory-mapped views of the tensors.
 
-Invariant: after `Checkpoint.open`, every `TensorInfo` lies inside its file, no two of a file overlap, and bytes equal shape times item size.
-Nothing is read but headers until a view is touched. Knows no model and no device. Format: https://github.com/huggingface/safetensors#format
-(8 bytes little-endian header length, a JSON object, then the tensors' bytes without holes).
+Invariant: after `Checkpoint.open`, every `TensorInfo` lies inside its file, no two of a file overlap, and bytes equal shape times item
+size. Nothing is read but headers until a view is touched. Knows no model and no device. Format: github.com/huggingface/safetensors (8 bytes
+little-endian header length, a JSON object, then the tensors' bytes without holes).
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import read_json_object
-from ..errors import CheckpointError, human_bytes
+from glm53.errors import CheckpointError, human_bytes
+from glm53.files import INDEX_FILE, LFS_PREFIX, SINGLE_FILE, check_directory, check_not_lfs_pointer, read_json_object
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000  # the limit of the reference implementation
-LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
 
 # safetensors dtype -> (bytes per item, numpy type of a view). Types this program cannot compute with are listed so that a file holding
 # them is read, and the tensor then refused by name.
@@ -75,8 +72,7 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Maps the directory's safetensors files and checks their headers. Raises `CheckpointError` naming file, got and expected."""
         path = Path(path)
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is not a directory, expected a model directory with config.json and *.safetensors")
+        check_directory(path)
         index = None if (path / SINGLE_FILE).exists() else _read_index(path)
         files = [SINGLE_FILE] if index is None else sorted(set(index.values()))
         missing = [name for name in files if not (path / name).is_file()]
@@ -134,12 +130,6 @@ class Checkpoint:
         self.close()
 
 
-def check_not_lfs_pointer(path: Path, head: bytes) -> None:
-    """Raises `CheckpointError` if `head`, the first bytes of `path`, is a git-lfs pointer instead of the file's content."""
-    if head.startswith(LFS_PREFIX):
-        raise CheckpointError(f"{path} is a git-lfs pointer of {path.stat().st_size} bytes, not the file itself; run `git lfs pull` in {path.parent}")
-
-
 def _read_index(path: Path) -> dict[str, str]:
     """weight_map of the index: tensor name -> file name, each a plain name inside the directory."""
     file = path / INDEX_FILE
@@ -147,14 +137,16 @@ def _read_index(path: Path) -> dict[str, str]:
         found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
         seen = f"; it holds {', '.join(found[:4])}{', ...' if len(found) > 4 else ''}" if found else ""
         raise CheckpointError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}{seen}")
-    with file.open("rb") as stream:
-        check_not_lfs_pointer(file, stream.read(len(LFS_PREFIX)))
     weight_map = read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{file}: weight_map is {'empty' if weight_map == {} else type(weight_map).__name__}, expected tensor names and files")
+        got = "empty" if weight_map == {} else type(weight_map).__name__
+        raise CheckpointError(f"{file}: weight_map is {got}, expected tensor names and files")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or name != os.path.basename(name) or "\\" in name or "\0" in name:
-            raise CheckpointError(f"{file}: {tensor} is said to be in {name!r}, expected the name of a .safetensors file in the same directory")
+        plain = isinstance(name, str) and name == os.path.basename(name) and not set(name) & {"\\", "\0"}
+        if not plain or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{file}: {tensor} is said to be in {name!r}, expected the name of a .safetensors file in the same directory"
+            )
     return weight_map
 
 
@@ -172,7 +164,7 @@ def _map(file: Path) -> mmap.mmap:
             check_not_lfs_pointer(file, stream.read(len(LFS_PREFIX)))
             size = os.fstat(stream.fileno()).st_size
             if size < 8:
-                raise CheckpointError(f"{file} is truncated: {size} bytes, expected at least the 8 bytes of the header's length; fetch it again")
+                raise CheckpointError(f"{file} is truncated: {size} bytes, expected at least the 8 of the header's length; fetch it again")
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
@@ -193,11 +185,11 @@ def _read_header(path: Path, name: str, data: mmap.mmap) -> Iterator[TensorInfo]
     header_bytes = int.from_bytes(data[:8], "little")
     if header_bytes > HEADER_BYTES_MAX or header_bytes < 2:
         raise CheckpointError(
-            f"{file}: header length is {header_bytes} bytes, expected 2 to {HEADER_BYTES_MAX}; this is no safetensors file, or it is damaged"
+            f"{file}: header length is {header_bytes} bytes, expected 2 to {HEADER_BYTES_MAX}; it is no safetensors file, or damaged"
         )
     base = 8 + header_bytes
     if base > size:
-        raise CheckpointError(f"{file} is truncated: {human_bytes(size)}, expected {human_bytes(base)} for the header alone; fetch it again")
+        raise CheckpointError(f"{file} is truncated: {human_bytes(size)}, the header alone has {human_bytes(base)}; fetch it again")
     try:
         header = json.loads(data[8:base].decode("utf-8"), object_pairs_hook=_object_without_repeats)
     except (ValueError, RecursionError) as error:
@@ -211,12 +203,14 @@ def _read_header(path: Path, name: str, data: mmap.mmap) -> Iterator[TensorInfo]
         if entry.offset != end:
             fault = "overlap" if entry.offset < end else "leave a hole"
             raise CheckpointError(
-                f"{file}: {previous} and {entry.name} {fault}: {entry.name} starts at byte {entry.offset - base} of the data, expected {end - base}"
+                f"{file}: {previous} and {entry.name} {fault}: {entry.name} starts at byte {entry.offset - base} of the data, "
+                f"expected {end - base}"
             )
         end, previous = entry.offset + entry.nbytes, entry.name
     if end > size:
         short = next(e for e in entries if e.offset + e.nbytes > size)
-        raise CheckpointError(f"{file} is truncated: {human_bytes(size)}, expected {human_bytes(end)}; {short.name} is cut off; fetch it again")
+        got = f"{human_bytes(size)}, expected {human_bytes(end)}"
+        raise CheckpointError(f"{file} is truncated: {got}; {short.name} is cut off; fetch it again")
     if end < size:
         raise CheckpointError(f"{file}: {human_bytes(size)}, expected {human_bytes(end)}: bytes follow the last tensor; fetch it again")
     yield from entries

@@ -1,7 +1,7 @@
 """Which device arrays the weights become, and from which rows of which stored tensors: pure planning, no device.
 
-Invariant: the parts of an `ArrayPlan` cover its rows exactly once, in order. Fused arrays (gate and up, all experts of a layer) are filled part
-by part after conversion, since FP8 scale blocks of neighbours do not meet at multiples of 128 rows.
+Invariant: the parts of an `ArrayPlan` cover its rows exactly once, in order. Fused arrays (gate and up, all experts of a layer) are filled
+part by part, each converted by its own scales: those of neighbours need not meet at a multiple of 128 rows.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..config import SCALE_BLOCK
-from ..spec import DType
-from .names import LoadPlan, PlannedTensor, layer_prefix
+from glm53.config import SCALE_BLOCK
+from glm53.model.names import LoadPlan, PlannedTensor, layer_prefix
+from glm53.spec import DType
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The tensors a `ModelSpec` calls for: names, shapes and kinds, and the match of a checkpoint with them.
 
-Invariant: a `LoadPlan` names every tensor the model needs, each with the right shape and a type this program computes with; a matrix is FP8 if
-and only if it has a scale. After `match` no other code looks for a tensor by name. Knows no device. Layout of the released files:
-59,585 tensors in BF16, routed experts one by one, FP8 matrices with `X.weight_scale_inv` (a multiplier) per 128 x 128 block.
+Invariant: a `LoadPlan` names every tensor the model needs, each with the right shape and a type this program computes with; a matrix is FP8
+if and only if it has a scale. After `match` no other code looks for a tensor by name. Knows no device. Layout of the released files: 59,585
+tensors in BF16, routed experts one by one, FP8 matrices with `X.weight_scale_inv` (a multiplier) per 128 x 128 block.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ..config import SCALE_BLOCK
-from ..errors import CheckpointError
-from ..spec import ModelSpec
-from .checkpoint import Checkpoint, TensorInfo
+from glm53.config import SCALE_BLOCK
+from glm53.errors import CheckpointError
+from glm53.model.checkpoint import Checkpoint, TensorInfo
+from glm53.spec import ModelSpec
 
 PROBLEMS_SHOWN = 10
 SCALE_SUFFIX = "_scale_inv"
@@ -93,9 +93,10 @@ def expected_tensors(spec: ModelSpec, mtp: bool, packed_layers: Collection[int] 
         tensors.append(ExpectedTensor("lm_head.weight", (spec.vocab_size, hidden), Kind.HEAD))
     if mtp:
         base = layer_prefix(spec.n_layers)
-        own = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "shared_head.norm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
-        tensors += [dataclasses.replace(t, kind=Kind.MTP) for t in _layer(spec, spec.n_layers, True, True, spec.n_layers in packed_layers)]
-        tensors += [ExpectedTensor(base + name, shape, Kind.MTP) for name, shape in own.items()]
+        layer_tensors = _layer(spec, spec.n_layers, True, True, spec.n_layers in packed_layers)
+        tensors += [dataclasses.replace(t, kind=Kind.MTP) for t in layer_tensors]
+        tensors += [ExpectedTensor(f"{base}{name}.weight", (hidden,), Kind.MTP) for name in ("enorm", "hnorm", "shared_head.norm")]
+        tensors.append(ExpectedTensor(base + "eh_proj.weight", (hidden, 2 * hidden), Kind.MTP))
     return tensors
 
 
@@ -218,6 +219,11 @@ def _counts(ignored: dict[str, str]) -> dict[str, int]:
     return counts
 
 
+def parameters_in(name: str, shape: tuple[int, ...]) -> int:
+    """Parameters a stored tensor holds: its numbers, but none for FP8 scales and the router's correction bias, which is a buffer in
+    transformers and not among the published counts."""
+    return 0 if name.endswith((SCALE_SUFFIX, "e_score_correction_bias")) else math.prod(shape)
+
+
 def parameter_count(tensors: Collection[ExpectedTensor]) -> int:
-    """Numbers in these tensors, scales not counted."""
-    return sum(math.prod(t.shape) for t in tensors)
+    return sum(parameters_in(t.name, t.shape) for t in tensors)

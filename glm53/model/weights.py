@@ -1,13 +1,12 @@
 """Checkpoint tensors → device arrays.
 
-Streams each tensor from its file's pages through two pinned slots to the device, where a kernel converts it into its place, so that host memory
-holds at most the slots beside the arrays. Invariants: nothing is allocated before the whole size is known to fit; on any failure everything
-allocated here is freed again. Knows no prompts.
+Streams each tensor from its file's pages through two pinned slots to the device, where a kernel converts it into its place, so that host
+memory holds at most the slots beside the arrays. Invariants: nothing is allocated before the whole size is known to fit; on any failure
+everything allocated here is freed again. Knows no prompts.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,14 +14,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..config import SCALE_BLOCK
-from ..errors import CheckpointError, DeviceMemoryError, HipError, human_bytes
-from ..hip import Array, Buffer, Device, Event, HostBuffer, Stream
-from ..ops import weights as ops
-from ..spec import DType, ModelSpec
-from .checkpoint import Checkpoint, TensorInfo
-from .layout import ArrayPlan, Part, array_plans
-from .names import LoadPlan, match
+from glm53.config import SCALE_BLOCK
+from glm53.errors import CheckpointError, DeviceMemoryError, HipError, human_bytes
+from glm53.hip import Array, Buffer, Device, Event, HostBuffer
+from glm53.model.checkpoint import Checkpoint, TensorInfo
+from glm53.model.layout import ArrayPlan, Part, array_plans
+from glm53.model.names import LoadPlan, match
+from glm53.ops import weights as ops
+from glm53.spec import DType, ModelSpec
 
 CATEGORY = "weights"
 SLOT_BYTES_MAX = 16 << 20  # two slots on the host and two on the device: 64 MiB beside the model
@@ -256,29 +255,44 @@ class _Loader:
         self.split_buffer: Buffer | None = None  # kv_b before it is split; the same for all layers
         self.slots: list[_Slot] = []
         self.turn = 0
+        self.stream = device.stream()
 
     def __enter__(self) -> Self:
         try:
-            self.stream: Stream = self.device.stream()
-            host = self.device.host_alloc(2 * self.slot_bytes)
+            host = self.device.host_alloc(2 * self.slot_bytes, category="loading")
             self.scratch.append(host)
             staging = self.device.alloc(2 * self.slot_bytes, "loading")
             self.scratch.append(staging)
-            self.slots = [_Slot(host, staging, i * self.slot_bytes, self.slot_bytes, self.device.event()) for i in range(2)]
+            for i in range(2):
+                self.slots.append(_Slot(host, staging, i * self.slot_bytes, self.slot_bytes, self.device.event()))
         except BaseException:
-            self._end(failed=True)
+            self._run(self._ends() + self._frees())
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self._end(failed=kind is not None)
+        error = self._run([self.device.synchronize, *self._ends()])
+        if kind is not None or error is not None:
+            self._run(self._frees())
+        if kind is None and error is not None:
+            raise error  # after a failure the device may refuse these steps as well: the first error is the one to report
 
-    def _end(self, failed: bool) -> None:
-        # After a failure the device may refuse to synchronise as well; the first error is the one to report.
-        with contextlib.suppress(HipError) if failed else contextlib.nullcontext():
-            self.device.synchronize()
-        for buffer in [*self.scratch, *(self.buffers if failed else [])]:
-            buffer.free()
+    def _ends(self) -> list[Callable[[], None]]:
+        return [slot.event.close for slot in self.slots] + [buffer.free for buffer in self.scratch] + [self.stream.close]
+
+    def _frees(self) -> list[Callable[[], None]]:
+        return [buffer.free for buffer in self.buffers]
+
+    @staticmethod
+    def _run(steps: list[Callable[[], None]]) -> HipError | None:
+        """Runs every step, whatever the others do; the first error, if any."""
+        first: HipError | None = None
+        for step in steps:
+            try:
+                step()
+            except HipError as error:
+                first = first or error
+        return first
 
     def load(self, plan: ArrayPlan) -> None:
         """Allocates the array(s) of a plan and enqueues everything that fills them."""
@@ -298,7 +312,7 @@ class _Loader:
         spec, base = self.spec, plan.key.removesuffix("kv_b")
         wk = self._allocate(base + "wk", plan.dtype, (spec.n_heads, spec.kv_lora_rank, spec.qk_nope_head_dim))
         wv = self._allocate(base + "wv", plan.dtype, (spec.n_heads, spec.v_head_dim, spec.kv_lora_rank))
-        if self.split_buffer is None or self.split_buffer.nbytes < plan.nbytes:
+        if self.split_buffer is None or self.split_buffer.byte_count < plan.nbytes:
             self.split_buffer = self.device.alloc(plan.nbytes, "loading")
             self.scratch.append(self.split_buffer)
         kv_b = Array(self.split_buffer, plan.dtype, plan.shape)

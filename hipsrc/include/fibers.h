@@ -1,7 +1,7 @@
 // fibers.h - one workgroup on one host thread: each work-item is a fiber, barriers and shuffles are the places where fibers switch.
 //
-// A fiber is created once per thread and serves one work-item of every block that the thread runs; a switch saves the six callee-saved
-// registers (x86-64) or goes through ucontext elsewhere. Lanes of a wave switch straight to the next lane; only the end of a wave returns
+// A fiber is created once per thread and serves one work-item of every block that the thread runs; a switch is a handful of instructions
+// in line (x86-64) or goes through ucontext elsewhere. Lanes of a wave switch straight to the next lane; only the end of a wave returns
 // to the scheduler, which checks that all lanes of the wave wait for the same thing. Divergence, forbidden addresses and waits given up end
 // the block with a message. Kernels have no destructors, so an ended block's stacks are simply set up again.
 #pragma once
@@ -45,42 +45,13 @@ enum State : uint8_t { READY, AT_SHUFFLE, AT_BARRIER, RETURNED, FAILED };
 
 struct Context {
 #if defined(__x86_64__)
-  void* sp;
+  void *sp, *resume, *rbp, *rbx;  // offsets 0, 8, 16, 24: see switch_context
 #else
   ucontext_t u;
 #endif
   const void* stack_bottom;
   size_t stack_bytes;
 };
-
-#if defined(__x86_64__)
-extern "C" void glm53_fiber_switch(void** save, void* load) __attribute__((visibility("hidden")));
-asm(R"(
-.pushsection .text
-.p2align 4
-.hidden glm53_fiber_switch
-.globl glm53_fiber_switch
-.type glm53_fiber_switch,@function
-glm53_fiber_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size glm53_fiber_switch,.-glm53_fiber_switch
-.popsection
-)");
-#endif
 
 struct Workgroup;
 // Initial-exec: 8 bytes of static TLS, so that thread_id() is two loads. Everything large lives behind the pointer.
@@ -173,7 +144,24 @@ inline __attribute__((always_inline)) void switch_context(Context& from, Context
   __sanitizer_start_switch_fiber(&fake_stack, to.stack_bottom, to.stack_bytes);
 #endif
 #if defined(__x86_64__)
-  glm53_fiber_switch(&from.sp, to.sp);
+  // In line, with neither call nor return: those would desynchronise the processor's return predictor at every switch. The compiler saves the
+  // registers it needs (all but rsp, rbp and rbx are clobbered); nothing is pushed, so a red zone stays intact.
+  Context *save = &from, *load = &to;
+  asm volatile(
+      "leaq 1f(%%rip), %%rax\n\t"
+      "movq %%rsp, 0(%0)\n\t"
+      "movq %%rax, 8(%0)\n\t"
+      "movq %%rbp, 16(%0)\n\t"
+      "movq %%rbx, 24(%0)\n\t"
+      "movq 0(%1), %%rsp\n\t"
+      "movq 16(%1), %%rbp\n\t"
+      "movq 24(%1), %%rbx\n\t"
+      "jmpq *8(%1)\n"
+      "1:"
+      : "+D"(save), "+S"(load)
+      :
+      : "rax", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7",
+        "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "cc", "memory");
 #else
   swapcontext(&from.u, &to.u);
 #endif
@@ -181,7 +169,7 @@ inline __attribute__((always_inline)) void switch_context(Context& from, Context
 }
 
 // Ends this work-item's turn: the next lane of the wave runs if it can, else the scheduler.
-inline void leave(State state) {
+inline __attribute__((always_inline)) void leave(State state) {
   Workgroup* g = group;
   uint32_t me = g->current, next = me + 1;
   g->state[me] = state;
@@ -225,12 +213,11 @@ inline bool prepare_fiber(Workgroup* g, uint32_t i) {
   __asan_unpoison_memory_region(bottom, STACK_BYTES);
 #endif
 #if defined(__x86_64__)
-  void** sp = (void**)(bottom + STACK_BYTES - ((i + i / 16) % 16) * 256);
-  *--sp = nullptr;  // fiber_loop sees a 16-byte aligned stack minus the return address, as after a call
-  *--sp = (void*)fiber_loop;
-  sp -= 6;
-  memset(sp, 0, 6 * sizeof(void*));
+  void** sp = (void**)(bottom + STACK_BYTES - 64 - ((i + i / 16) % 16) * 256);
+  *--sp = nullptr;  // where a return address would be: fiber_loop sees the stack as after a call, and unwinders stop here
   c.sp = sp;
+  c.resume = (void*)fiber_loop;
+  c.rbp = c.rbx = nullptr;
 #else
   getcontext(&c.u);
   c.u.uc_stack.ss_sp = bottom;

@@ -11,7 +11,9 @@
 // Rules: at most 48 KiB of SHARED a kernel (nvcc refuses more static memory), no bare wave width, no calls left out of line, no __constant__
 //   tables, one by-value argument struct.
 #pragma once
-#if defined(GLM53_HOST)
+#if defined(GLM53_LIST)
+#include "portable_list.h"
+#elif defined(GLM53_HOST)
 #include "portable_host.h"
 #elif defined(__HIP__)
 #include "portable_amd.h"

@@ -110,6 +110,9 @@ template <class X, class W> DEVICE float dot8(const X* x, const W* w, uint32_t n
     UNROLL
     for (int j = 0; j < 8; j++) p[j] = fma_f32(load_f32(x + i + j), load_f32(w + i + j), p[j]);
   }
-  for (uint32_t j = 0; i + j < n; j++) p[j] = fma_f32(load_f32(x + i + j), load_f32(w + i + j), p[j]);
+  UNROLL
+  for (int j = 0; j < 7; j++) {  // constant indices keep p in registers
+    if (i + j < n) p[j] = fma_f32(load_f32(x + i + j), load_f32(w + i + j), p[j]);
+  }
   return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));
 }

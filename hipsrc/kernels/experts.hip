@@ -2,10 +2,9 @@
 //   expert_sort           pairs grouped by expert, ascending inside a group
 //   expert_matmul_*       y[pair] = x[pair / pairs_per_row] @ w[expert of pair]^T, sums in f32, one rounding to X
 //   expert_sum            y[r] = residual[r] + T(T(sum_slot weight * expert_out[r, slot]) + shared[r])
-// The products use the reduction orders of matmul.hip (step and tile), so a pair's bits depend on its own x and w only. An expert without
+// The products use matmul.hip's device functions and reduction orders (step and tile), so a pair's bits depend on its own x and w only. An expert without
 // pairs costs one early exit. Rounding as transformers' grouped_mm: expert output in T, times f32 weight, summed in f32, cast once.
 #include "portable.h"
-#include "matmul.hip"
 #include "scan.h"
 
 namespace experts {

@@ -16,23 +16,9 @@
 #include "history.hip"
 #include "weights.hip"
 #include "litmus.hip"
-
-// Families that exist in the tree are part of every code object; __has_include keeps this list the only place to add one.
-#if __has_include("indexer.hip")
 #include "indexer.hip"
-#endif
-#if __has_include("topk.hip")
 #include "topk.hip"
-#endif
-#if __has_include("attention.hip")
 #include "attention.hip"
-#endif
-#if __has_include("router.hip")
 #include "router.hip"
-#endif
-#if __has_include("experts.hip")
 #include "experts.hip"
-#endif
-#if __has_include("sampling.hip")
 #include "sampling.hip"
-#endif

@@ -1,7 +1,8 @@
 // matmul.hip - y[b, r, n] = Y(sum_k x[b, r, k] * w[b, n, k]), and with a residual Y(Y(sum) + residual[b, r, n]). X, W, Y: f32 or bf16, sums in f32.
 // Two classes. Within a class the bits of a row depend on its own x and on w only, never on `rows` or on the row's place:
-//   step  1 to 16 rows. A column's k values go to 8 work-items in slices of 8 neighbours, element k to partial k % 64; the 64 partials are
-//         added in one fixed tree. Row groups of 4, 2 and 1 share the loads of w and run the same chain of fma for each row.
+//   step  few rows (fast to about 16, right for any number). A column's k values go to 8 work-items in slices of 8 neighbours, element k to
+//         partial k % 64; the 64 partials are added in one fixed tree. Row groups of 4, 2 and 1 share the loads of w and run the same chain
+//         of fma for each row.
 //   tile  any number of rows. 64 x 64 outputs a block, 4 x 4 a work-item, one fma chain over ascending k for each output.
 // Any k, n and strides (k may be odd; nothing needs more alignment than its element). Residual has y's strides and may be y itself.
 
@@ -95,6 +96,17 @@ template <class E> DEVICE void tile_load(float* lds, const E* source, uint64_t s
   }
 }
 
+// Adds TILE_K steps of k to the 4 x 4 outputs whose first x row and w row `xs` and `ws` point at.
+DEVICE void tile_multiply(const float* xs, const float* ws, float acc[4][4]) {
+  for (uint32_t kk = 0; kk < TILE_K; kk++) {
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+      UNROLL
+      for (int j = 0; j < 4; j++) acc[i][j] = fma_f32(xs[kk * TILE_PITCH + i], ws[kk * TILE_PITCH + j], acc[i][j]);
+    }
+  }
+}
+
 // Grid: ceil(n / 64), ceil(rows / 64), batch.
 template <class X, class W, class Y> DEVICE void matmul_tile(const matmul_args& a) {
   SHARED(float, xs, TILE_K * TILE_PITCH);
@@ -109,17 +121,7 @@ template <class X, class W, class Y> DEVICE void matmul_tile(const matmul_args& 
     tile_load(xs, x, a.x_stride, rows, k0, a.k);
     tile_load(ws, w, a.w_stride, cols, k0, a.k);
     block_sync();
-    if (row < rows && col < cols) {
-      for (uint32_t kk = 0; kk < TILE_K; kk++) {
-        const float* xv = xs + kk * TILE_PITCH + row;
-        const float* wv = ws + kk * TILE_PITCH + col;
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-          UNROLL
-          for (int j = 0; j < 4; j++) acc[i][j] = fma_f32(xv[i], wv[j], acc[i][j]);
-        }
-      }
-    }
+    if (row < rows && col < cols) tile_multiply(xs + row, ws + col, acc);
     block_sync();
   }
   UNROLL
@@ -135,18 +137,18 @@ template <class X, class W, class Y> DEVICE void matmul_tile(const matmul_args& 
   KERNEL(matmul_step_##suffix, matmul_args, 256) { matmul_step<X, W, Y>(a); }       \
   KERNEL(matmul_tile_##suffix, matmul_args, 256) { matmul_tile<X, W, Y>(a); }
 
-// LAUNCH matmul_step_f32_f32_f32 block=256 cols=32 max_rows=16
+// LAUNCH matmul_step_f32_f32_f32 block=256 cols=32
 // LAUNCH matmul_tile_f32_f32_f32 block=256 cols=64 rows=64
 MATMUL(f32_f32_f32, float, float, float)
-// LAUNCH matmul_step_f32_bf16_f32 block=256 cols=32 max_rows=16
+// LAUNCH matmul_step_f32_bf16_f32 block=256 cols=32
 // LAUNCH matmul_tile_f32_bf16_f32 block=256 cols=64 rows=64
 MATMUL(f32_bf16_f32, float, bf16, float)
-// LAUNCH matmul_step_bf16_bf16_bf16 block=256 cols=32 max_rows=16
+// LAUNCH matmul_step_bf16_bf16_bf16 block=256 cols=32
 // LAUNCH matmul_tile_bf16_bf16_bf16 block=256 cols=64 rows=64
 MATMUL(bf16_bf16_bf16, bf16, bf16, bf16)
-// LAUNCH matmul_step_bf16_bf16_f32 block=256 cols=32 max_rows=16
+// LAUNCH matmul_step_bf16_bf16_f32 block=256 cols=32
 // LAUNCH matmul_tile_bf16_bf16_f32 block=256 cols=64 rows=64
 MATMUL(bf16_bf16_f32, bf16, bf16, float)
-// LAUNCH matmul_step_bf16_f32_f32 block=256 cols=32 max_rows=16
+// LAUNCH matmul_step_bf16_f32_f32 block=256 cols=32
 // LAUNCH matmul_tile_bf16_f32_f32 block=256 cols=64 rows=64
 MATMUL(bf16_f32_f32, bf16, float, float)

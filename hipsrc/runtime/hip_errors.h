@@ -20,6 +20,7 @@
   X(hipErrorInvalidContext, 201, "invalid device context") \
   X(hipErrorMapFailed, 205, "mapping of buffer object failed") \
   X(hipErrorNoBinaryForGpu, 209, "no kernel image is available for execution on the device") \
+  X(hipErrorECCNotCorrectable, 214, "uncorrectable ECC error encountered") \
   X(hipErrorPeerAccessUnsupported, 217, "peer access is not supported between these two devices") \
   X(hipErrorInvalidKernelFile, 218, "invalid kernel file") \
   X(hipErrorFileNotFound, 301, "file not found") \

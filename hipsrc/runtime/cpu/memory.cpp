@@ -27,6 +27,8 @@ std::string text(const char* format, unsigned long long a, unsigned long long b,
 
 // First byte of [start, end) that is not `value`, or `end`.
 uint64_t first_other(uint64_t start, uint64_t end, uint8_t value) {
+  if (start >= end) return end;
+  if (*bytes_at(start) == value && memcmp(bytes_at(start), bytes_at(start) + 1, end - start - 1) == 0) return end;
   for (uint64_t at = start; at < end; at++) {
     if (*bytes_at(at) != value) return at;
   }

@@ -112,7 +112,7 @@ class Memory {
   std::deque<Freed> freed_;
   uint64_t used_[max_devices] = {};
   std::atomic<uint32_t> peers_[max_devices] = {};
-  std::atomic<uint64_t> generation_{1};
+  static inline std::atomic<uint64_t> generation_{1};  // one for the process: a thread's cache outlives a reset
   uint64_t capacity_ = 0;
 };
 

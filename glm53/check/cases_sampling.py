@@ -1,0 +1,148 @@
+"""Checks of the sampler: each filter alone and together, ties across each boundary, non-finite logits, seeds and positions at their ends.
+
+Tokens must equal the reference's exactly, log-probabilities to a tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from glm53.check import reference_sampling as reference
+from glm53.check.case import Bench, Case, draw
+from glm53.check.compare import Comparison, Tolerance, compare, worst_of
+from glm53.check.reference_sampling import Draw
+from glm53.hip import Device
+from glm53.ops import sampling
+from glm53.spec import DType
+
+LOGPROB = Tolerance(2e-5, 2e-6, 1e-6, "an f32 sum of up to 154,880 exponentials, its logarithm, and logits of magnitude up to about 100")
+TOPS = 20  # columns of the top log-probabilities
+
+FILTERS = (
+    Draw(temperature=0.0),
+    Draw(temperature=0.0, logprobs=3),
+    Draw(),
+    Draw(logprobs=20),
+    Draw(temperature=0.7),
+    Draw(temperature=1e-6),
+    Draw(temperature=1e-30),
+    Draw(temperature=1e30),
+    Draw(top_k=1),
+    Draw(top_k=2, logprobs=1),
+    Draw(top_k=50),
+    Draw(top_k=2**31 - 1),
+    Draw(top_p=1e-6),
+    Draw(top_p=0.5),
+    Draw(top_p=0.95),
+    Draw(top_p=0.99999994),
+    Draw(min_p=1.0),
+    Draw(min_p=0.05),
+    Draw(min_p=1e-9),
+    Draw(temperature=1.3, top_k=40, top_p=0.9, min_p=0.02, logprobs=5),
+    Draw(temperature=5.0, top_k=7, top_p=0.3),
+    Draw(temperature=2.0, top_p=0.8, min_p=0.5),
+)
+ENDS = tuple(
+    Draw(temperature=1.5, seed=seed, position=position)
+    for seed in (0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1)
+    for position in (0, 1, 2**31 - 1, 2**31, 2**32 - 1)
+)
+
+
+def seeded(draws: tuple[Draw, ...]) -> tuple[Draw, ...]:
+    """The same settings with a seed and a position of their own for each row."""
+    return tuple(replace(d, seed=0x9E3779B97F4A7C15 * (i + 1) % 2**64, position=17 * i) for i, d in enumerate(draws))
+
+
+def fill_logits(kind: str, rows: int, vocab: int) -> np.ndarray:
+    logits = draw(vocab, (rows, vocab), spread=3.0)
+    if kind == "equal":
+        return np.full((rows, vocab), np.float32(-2.5))
+    if kind == "steps":
+        return np.round(logits).astype(np.float32)
+    if kind == "flat":  # masses within a factor of two: the filters cut deep into the vocabulary
+        return (logits * np.float32(0.1)).astype(np.float32)
+    if kind == "signed-zeros":
+        return np.where(logits > 0, np.float32(0.0), np.float32(-0.0))
+    if kind == "one-hot":
+        return np.where(np.arange(vocab) == vocab // 2, np.float32(50.0), np.float32(-50.0)) + np.zeros((rows, 1), np.float32)
+    if kind == "non-finite":
+        logits[:, ::3], logits[:, 1::7] = np.nan, -np.inf
+        logits[1::4] = -np.inf  # nothing to draw
+        logits[2::4] = np.nan
+        logits[3::4, :: max(vocab // 3, 1)] = np.inf  # several certain tokens
+    return logits
+
+
+def run_sample(kind: str, vocab: int, draws: tuple[Draw, ...], device: Device) -> Comparison:
+    """All rows in one launch against the reference, then some of them alone: the same bits."""
+    rows = len(draws)
+    logits = fill_logits(kind, rows, vocab)
+    seen = (np.random.default_rng(vocab).random((3, vocab)) < 0.4).astype(np.uint8)
+    want_tokens = np.array([reference.sample(logits[r], d, seen) for r, d in enumerate(draws)], np.int32)
+    want_logprobs = np.array(
+        [reference.log_probabilities(logits[r])[t] if t >= 0 else -np.inf for r, t in enumerate(want_tokens)], np.float32
+    )
+    wanted = [reference.top_logprobs(logits[r], d.logprobs or 0, TOPS) for r, d in enumerate(draws)]
+    with Bench(device) as bench:
+        marks = bench.put(seen)
+
+        def run(of: slice) -> list[np.ndarray]:
+            count = len(draws[of])
+            outputs = [
+                bench.poison(DType.I32, (count,)),
+                bench.poison(DType.F32, (count,)),
+                bench.poison(DType.I32, (count, TOPS)),
+                bench.poison(DType.F32, (count, TOPS)),
+            ]
+            params = bench.put(sampling.pack_rows([(d, d.seed, d.position, d.seen_row) for d in draws[of]]))
+            sampling.sample(bench.stream, bench.put(logits[of]), params, marks, outputs[0], outputs[1], (outputs[2], outputs[3]))
+            return [bench.read(output) for output in outputs]
+
+        together = run(slice(0, rows))
+        for r in range(0, rows, 5):
+            for label, alone, beside in zip(("token", "logprob", "top ids", "top logprobs"), run(slice(r, r + 1)), together, strict=True):
+                compare(f"{label} of row {r} alone", alone.view(np.uint32), beside[r : r + 1].view(np.uint32))
+    return worst_of(
+        compare("tokens", together[0], want_tokens),
+        compare("logprobs", together[1], want_logprobs, LOGPROB),
+        compare("top ids", together[2], np.stack([ids for ids, _ in wanted])),
+        compare("top logprobs", together[3], np.stack([values for _, values in wanted]), LOGPROB),
+    )
+
+
+def run_mark(device: Device) -> Comparison:
+    rng, vocab, count = np.random.default_rng(8), 300, 700
+    tokens, rows = rng.integers(-1, vocab + 1, count).astype(np.int32), rng.integers(-1, 4, count).astype(np.int32)
+    want = np.zeros((4, vocab), np.uint8)
+    inside = (rows >= 0) & (tokens >= 0) & (tokens < vocab)
+    want[rows[inside], tokens[inside]] = 1
+    with Bench(device) as bench:
+        seen = bench.put(np.zeros((4, vocab), np.uint8))
+        sampling.mark_seen(bench.stream, seen, bench.put(tokens), bench.put(rows))
+        return compare("seen", bench.read(seen), want)
+
+
+_PENALTIES = tuple(
+    replace(d, repetition_penalty=penalty, seen_row=row) for d in FILTERS[::3] for penalty, row in ((1.3, 0), (0.5, 2), (1.0, 1), (7.0, -1))
+)
+_BROAD = tuple(replace(d, temperature=4.0) for d in FILTERS)  # hot: the draw falls all over the vocabulary
+
+CASES = [
+    *(Case("sampling", f"filters-{vocab}", partial(run_sample, "random", vocab, seeded(FILTERS))) for vocab in (1, 2, 63, 257, 2049, 4096)),
+    *(
+        Case("sampling", f"{kind}-{vocab}", partial(run_sample, kind, vocab, seeded(_BROAD)))
+        for kind in ("equal", "steps", "flat")
+        for vocab in (64, 5000)
+    ),
+    *(Case("sampling", kind, partial(run_sample, kind, 1000, seeded(FILTERS))) for kind in ("signed-zeros", "one-hot", "non-finite")),
+    Case("sampling", "non-finite-3", partial(run_sample, "non-finite", 3, seeded(FILTERS))),
+    Case("sampling", "seeds-and-positions", partial(run_sample, "random", 500, ENDS)),
+    Case("sampling", "penalties", partial(run_sample, "random", 777, seeded(_PENALTIES))),
+    Case("sampling", "released-vocabulary", partial(run_sample, "random", 154_880, seeded(FILTERS[2::4]))),
+    Case("sampling", "released-vocabulary-steps", partial(run_sample, "steps", 154_880, seeded(_BROAD)), thorough=True),
+    Case("sampling", "mark-seen", run_mark),
+]

@@ -1,0 +1,140 @@
+"""Sparse selection: index scores, exact top-k, and the plan of addresses of the selected rows. Kernels: indexer.hip, topk.hip.
+
+rows: query rows of the launch, each of a session (a row of the table) and at a position; a position of -1 marks a row that is not in use.
+T: f32 or bf16, the activation type.
+"""
+
+from __future__ import annotations
+
+from glm53.hip import Array, Stream
+from glm53.mem.extents import ExtentShape
+from glm53.ops.args import index_score_args, plan_args, topk_args
+from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
+from glm53.spec import DType
+
+_T = (DType.F32, DType.BF16)
+_VARIANTS = ("f32", "bf16")
+
+
+def index_score(
+    stream: Stream,
+    query: Array,
+    gate: Array,
+    tables: Array,
+    sessions: Array,
+    positions: Array,
+    scores: Array,
+    shape: ExtentShape,
+    *,
+    plane: int,
+    context: int,
+) -> None:
+    """scores[r, p] = sum_j gate[r, j] * heads^-1/2 * max(0, <query[r, j], key[p]> * dim^-1/2) for p <= positions[r].
+
+    query [rows, heads, dim] T, gate [rows, heads] f32, tables [sessions, extents] u64, sessions [rows] i32, positions [rows] i32,
+    scores [rows, columns] f32. shape: of the index-key extents, row_bytes = dim * sizeof(T). context: above every position (host side);
+    columns and the table must reach it. Columns past positions[r] stay as they are. heads <= 64, dim <= 128, heads * dim <= 4096.
+    Raises ContractError. Source: lightning indexer of DeepSeek-V3.2; ReLU before the head weighting.
+    """
+    d = Dims("index_score")
+    d.match("query", query, "rows", "heads", "dim", dtype=_T)
+    d.match("gate", gate, "rows", "heads", dtype=DType.F32)
+    d.match("tables", tables, "sessions", "extents", dtype=DType.U64)
+    d.match("sessions", sessions, "rows", dtype=DType.I32)
+    d.match("positions", positions, "rows", dtype=DType.I32)
+    d.match("scores", scores, "rows", "columns", dtype=DType.F32)
+    name = variant("index_score", _VARIANTS, query.dtype)
+    heads, dim = d["heads"], d["dim"]
+    limits = stream.device.kernel(name).constants
+    d.require(heads <= limits["heads_max"] and dim <= limits["dim_max"], f"heads is {heads}, dim {dim}, expected at most 64 and 128")
+    d.require(heads * dim <= limits["query_max"], f"heads * dim is {heads * dim}, expected at most {limits['query_max']}")
+    d.require(
+        shape.row_bytes == dim * query.dtype.item_bytes, f"shape.row_bytes is {shape.row_bytes}, expected dim * {query.dtype.item_bytes}"
+    )
+    d.require(0 <= plane < shape.planes, f"plane is {plane}, expected below {shape.planes}")
+    d.require(1 <= context <= d["columns"], f"context is {context}, expected 1 to columns={d['columns']} (bound by scores dim 1)")
+    d.require(
+        shape.extents_for(context) <= d["extents"],
+        f"context {context} needs {shape.extents_for(context)} extents, tables has {d['extents']}",
+    )
+    args = index_score_args(
+        q=query.address,
+        gate=gate.address,
+        tables=tables.address,
+        sessions=sessions.address,
+        positions=positions.address,
+        scores=scores.address,
+        heads=heads,
+        dim=dim,
+        table_stride=d["extents"],
+        extent_rows=shape.extent_rows,
+        plane=plane,
+        key_bytes=shape.row_bytes,
+        score_stride=d["columns"],
+        key_scale=dim**-0.5,
+        head_scale=heads**-0.5,
+    )
+    launch(stream, name, (ceil_div(context, limits["tile"]), d["rows"], 1), args)
+
+
+def index_score_cost(rows: int, heads: int, dim: int, context: int, item_bytes: int) -> Cost:
+    """Cost of `rows` rows that all see `context` positions of one session."""
+    return Cost(bytes=(rows * heads * dim + context * dim) * item_bytes + 4 * rows * context, flops=2 * rows * context * heads * (dim + 1))
+
+
+def topk(stream: Stream, scores: Array, positions: Array, selected: Array, counts: Array) -> None:
+    """The counts[r] = min(k, positions[r] + 1) positions of the largest scores[r, 0..positions[r]], ascending, ties to the lowest position.
+
+    scores [rows, columns] f32, columns past positions[r] are not read, and none at all while positions[r] < k; positions [rows] i32;
+    selected [rows, k] i32, -1 past counts[r]; counts [rows] i32. positions[r] < columns wherever positions[r] >= k (not checked: device
+    data). -0 equals +0, NaN counts as -inf. Exact: integers decide. Raises ContractError.
+    """
+    d = Dims("topk")
+    d.match("scores", scores, "rows", "columns", dtype=DType.F32)
+    d.match("positions", positions, "rows", dtype=DType.I32)
+    d.match("selected", selected, "rows", "k", dtype=DType.I32)
+    d.match("counts", counts, "rows", dtype=DType.I32)
+    args = topk_args(
+        scores=scores.address,
+        positions=positions.address,
+        selected=selected.address,
+        counts=counts.address,
+        score_stride=d["columns"],
+        k=d["k"],
+    )
+    launch(stream, "topk", (d["rows"], 1, 1), args)
+
+
+def topk_cost(rows: int, k: int, context: int) -> Cost:
+    """Cost with every score read once; the kernel reads a row six times, from the cache where it fits."""
+    return Cost(bytes=4 * rows * (context + k), flops=0)
+
+
+def plan_resident(stream: Stream, selected: Array, counts: Array, tables: Array, sessions: Array, plan: Array, shape: ExtentShape) -> None:
+    """plan[r, i] = address of plane 0 of row selected[r, i] of session sessions[r]; 0 past counts[r].
+
+    selected [rows, k] i32, counts [rows] i32, tables [sessions, extents] u64, sessions [rows] i32, plan [rows, k] u64. Layer l of the extent
+    reads plan + l * shape.plane_bytes. Raises ContractError.
+    """
+    d = Dims("plan_resident")
+    d.match("selected", selected, "rows", "k", dtype=DType.I32)
+    d.match("counts", counts, "rows", dtype=DType.I32)
+    d.match("tables", tables, "sessions", "extents", dtype=DType.U64)
+    d.match("sessions", sessions, "rows", dtype=DType.I32)
+    d.match("plan", plan, "rows", "k", dtype=DType.U64)
+    args = plan_args(
+        selected=selected.address,
+        counts=counts.address,
+        tables=tables.address,
+        sessions=sessions.address,
+        plan=plan.address,
+        k=d["k"],
+        table_stride=d["extents"],
+        extent_rows=shape.extent_rows,
+        row_bytes=shape.row_bytes,
+    )
+    launch(stream, "plan_resident", (ceil_div(d["k"], stream.device.kernel("plan_resident").block), d["rows"], 1), args)
+
+
+def plan_resident_cost(rows: int, k: int) -> Cost:
+    return Cost(bytes=rows * (12 * k + 8), flops=0)

@@ -1,0 +1,68 @@
+// pool.cpp - see pool.h.
+#include "pool.h"
+
+#include <algorithm>
+
+namespace glm53_cpu {
+
+void Pool::set_threads(unsigned threads) { threads_ = threads; }
+
+void Pool::share(const Body& body, uint64_t total) {
+  for (;;) {
+    uint64_t first = next_.fetch_add(chunk_, std::memory_order_relaxed);
+    if (first >= total || failed_.load(std::memory_order_relaxed)) return;
+    if (!body(first, std::min(first + chunk_, total))) failed_.store(true, std::memory_order_relaxed);
+  }
+}
+
+void Pool::serve(uint64_t seen) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [&] { return stopping_ || round_ != seen; });
+    if (stopping_) return;
+    seen = round_;
+    const Body* body = body_;
+    uint64_t total = total_;
+    lock.unlock();
+    share(*body, total);
+    lock.lock();
+    if (--busy_ == 0) idle_.notify_one();
+  }
+}
+
+bool Pool::run(uint64_t total, const Body& body) {
+  unsigned threads = threads_ ? threads_.load() : std::max(1u, std::thread::hardware_concurrency());
+  if (threads != helpers_.size() + 1 && !(threads == 1 && helpers_.empty())) stop();
+  if (threads == 1 || total == 1) return body(0, total);
+  if (helpers_.empty()) {
+    for (unsigned i = 1; i < threads; i++) helpers_.emplace_back(&Pool::serve, this, round_);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    body_ = &body;
+    total_ = total;
+    chunk_ = std::max<uint64_t>(1, total / (8ull * threads));
+    next_ = 0;
+    failed_ = false;
+    busy_ = static_cast<unsigned>(helpers_.size());
+    round_++;
+  }
+  wake_.notify_all();
+  share(body, total);
+  std::unique_lock<std::mutex> lock(mutex_);
+  idle_.wait(lock, [&] { return busy_ == 0; });
+  return !failed_;
+}
+
+void Pool::stop() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& helper : helpers_) helper.join();
+  helpers_.clear();
+  stopping_ = false;
+}
+
+}  // namespace glm53_cpu
