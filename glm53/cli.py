@@ -162,7 +162,7 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
             "finish_reason": reason,
             "seed": params.seed,
             **{name: round(value, 3) for name, value in rates.items()},
-            "runtime": engine.device.runtime,
+            "runtime": engine.device.runtime.name,
             "device": engine.device.name,
             "memory_bytes": memory,
         }
@@ -174,7 +174,7 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
     if show:
         click.echo(
             f"[{len(ids)} prompt tokens at {rates['prompt_tokens_per_s']:.1f}/s, {len(tokens)} new at {rates['decode_tokens_per_s']:.1f}/s, "
-            f"{reason}, seed {params.seed}; {engine.device.runtime}: {engine.device.name}; "
+            f"{reason}, seed {params.seed}; {engine.device.runtime.name}: {engine.device.name}; "
             + ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in memory.items())
             + "]",
             err=True,

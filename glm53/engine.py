@@ -126,7 +126,7 @@ class Engine:
             weights = load_weights(checkpoint, spec, device, dtype, progress=progress, check=config.check_weights)
             engine = cls(config, spec, device, weights, tokenizer)
         except BaseException:
-            device.close(release=True)
+            device.close(free_buffers=True)
             raise
         engine.defaults = read_generation_config(path)
         return engine
@@ -134,7 +134,7 @@ class Engine:
     def close(self) -> None:
         """Waits for the device and gives all its memory back. Idempotent."""
         if not self.device.closed:
-            self.device.close(release=True)
+            self.device.close(free_buffers=True)
 
     def __enter__(self) -> Engine:
         return self
@@ -148,7 +148,7 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Allocated device bytes by category."""
-        return self.device.live_bytes()
+        return self.device.allocated_bytes()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -68,11 +68,6 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
-    @property
-    def id_max(self) -> int:
-        """Largest token id with a text. The model's vocabulary is padded beyond it."""
-        return max(self._vocabulary)
-
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
         """Token ids of a text, with no token added in front or behind. Raises `InputError` if it holds lone surrogates (invalid UTF-8)."""
         try:

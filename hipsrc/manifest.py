@@ -3,8 +3,8 @@
     python manifest.py --args-py glm53/ops/args.py --listing kernels.i --source-dir hipsrc --native DIR
                        --object host=kernels.so="g++ 12.2.0" --object gfx1100=kernels.gfx1100.hsaco="clang 19.1.7"
 
-The listing is kernels.hip after `-E -DGLM53_LIST` (see portable_list.h); launch constants come from the lines `// LAUNCH name block=256 key=value`.
-The output holds no path and no time, so equal inputs give equal bytes.
+The listing is kernels.hip after `-E -DGLM53_LIST` (see portable_list.h); launch constants come from the lines
+`// LAUNCH name block=256 key=value`. The output holds no path and no time, so equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def launch_constants(source_dir: Path) -> dict[str, dict[str, int]]:
 
 
 def kernels(listing: str, constants: dict[str, dict[str, int]], args_module: Any) -> dict[str, dict[str, Any]]:
-    """The manifest's `kernels`: block, args, args_bytes, spins, then the launch constants. Every kernel has a LAUNCH line and the reverse."""
+    """The manifest's `kernels`: block, args, args_bytes, spins, then launch constants. Every kernel has a LAUNCH line and the reverse."""
     found: dict[str, dict[str, Any]] = {}
     for name, args, threads, spins in _KERNEL.findall(listing):
         if name in found:
@@ -86,7 +86,8 @@ def build(args_py: Path, listing: Path, source_dir: Path, native: Path, objects:
     for text in objects:
         arch, file, compiler = text.split("=", 2)
         path = native / file
-        entries[arch] = {"file": file, "sha256": sha256(path), "bytes": path.stat().st_size, "compiler": compiler, "source_sha256": source_hash}
+        size = path.stat().st_size
+        entries[arch] = {"file": file, "sha256": sha256(path), "bytes": size, "compiler": compiler, "source_sha256": source_hash}
     return {
         "format": FORMAT,
         "source_sha256": source_hash,

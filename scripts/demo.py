@@ -36,7 +36,7 @@ def main(runtime: str, new_tokens: int) -> None:
     with Engine.open(MODEL, runtime=runtime, context_rows_max=4096) as engine:
         spec = engine.spec
         click.echo(f"{MODEL.name}: {spec.n_layers} layers, {len(spec.full_layers)} with an indexer, top-{spec.index_topk} selection")
-        click.echo(f"runtime {engine.device.runtime}, device {engine.device.name}\n")
+        click.echo(f"runtime {engine.device.runtime.name}, device {engine.device.name}\n")
         click.echo(f"1. Continuation of {PREFIX!r}:\n   {PREFIX}", nl=False)
         started, count = time.perf_counter(), 0
         for chunk in engine.stream(PREFIX, greedy):

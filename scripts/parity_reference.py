@@ -127,9 +127,7 @@ def load(path: str) -> Any:
     """The model in float32. Of the file's tensors only those of an MTP layer, which transformers lacks, may go unused."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, info = GlmMoeDsaForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
+    model, info = GlmMoeDsaForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
     mtp = f"model.layers.{model.config.num_hidden_layers}."
     bad = {key: names for key in info if (names := [n for n in info[key] if not str(n).startswith(mtp)])}
     if bad:

@@ -1,7 +1,7 @@
 """Cases of embeddings, norms, rotary embedding, gated activation, matrix products, append, weight conversion and the copy kernels.
 
-Sizes cross the thresholds of the kernels: 1 to 9 rows (row groups of the step product), one below and above tiles of 32 and 64, slices of 8, odd
-widths, width 1. Row independence is checked bit by bit.
+Sizes cross the thresholds of the kernels: 1 to 9 rows (row groups of the step product), one below and above tiles of 32 and 64, slices of
+8, odd widths, width 1. Row independence is checked bit by bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from glm53.spec import DType
 F32, BF16 = DType.F32, DType.BF16
 EPS = 1e-5
 MATMUL_TYPES = ((F32, F32, F32), (F32, BF16, F32), (BF16, BF16, BF16), (BF16, BF16, F32), (BF16, F32, F32))
-# Each output is one float32 sum: its error stays within a few eps (2^-24) of sum |x||w|, then it is rounded once or, with a residual, twice.
+# Each output is one float32 sum: its error stays within a few eps (2^-24) of sum |x||w|; then it is rounded once, with a residual twice.
 MATMUL_TOLERANCE = {
     F32: Tolerance(1e-6, 1e-6, 1e-9, "float32 sum against a float64 one: a few rounding errors of 6e-8 of sum |x||w|"),
     BF16: Tolerance(2e-6, 2**-7 * 1.001, 1e-4, "the float32 sum may fall on the other side of a tie: one bf16 ulp"),
@@ -157,7 +157,7 @@ def _per_head(kind: str, rows: int, heads: int, n: int, k: int, columns: int, dt
 
 
 def _bits_alone(name: str, run: Callable[[Bench, np.ndarray], Array], x: np.ndarray, counts: tuple[int, ...], device: Device) -> Comparison:
-    """Every row must have the same bits alone, among `counts` rows and at another place; `run` takes rows and gives one output row for each."""
+    """Every row must have the same bits alone, among `counts` rows and elsewhere; `run` takes rows and gives one output row for each."""
     with Bench(device) as bench:
         alone = np.stack([bench.bits(run(bench, x[r : r + 1]))[0] for r in range(len(x))])
         for count in counts:

@@ -57,6 +57,25 @@ def seeded(draws: tuple[Draw, ...]) -> tuple[Draw, ...]:
     return tuple(replace(d, seed=0x9E3779B97F4A7C15 * (i + 1) % 2**64, position=17 * i) for i, d in enumerate(draws))
 
 
+def mixed(rows: int) -> tuple[Draw, ...]:
+    """Random combinations of all filters: boundaries that fall together, above and below each other."""
+    rng = np.random.default_rng(rows)
+    return tuple(
+        Draw(
+            temperature=float(rng.choice([0.5, 1.0, 3.0, 9.0])),
+            top_k=int(rng.choice([0, 2, 5, 20, 60])),
+            top_p=float(rng.choice([1.0, 0.9, 0.6, 0.2, 0.01])),
+            min_p=float(rng.choice([0.0, 0.0, 0.1, 0.7])),
+            repetition_penalty=float(rng.choice([1.0, 1.2])),
+            seen_row=int(rng.integers(-1, 3)),
+            seed=int(rng.integers(0, 2**63)),
+            position=int(rng.integers(0, 2**32)),
+            logprobs=int(rng.integers(0, TOPS + 1)),
+        )
+        for _ in range(rows)
+    )
+
+
 def fill_logits(kind: str, rows: int, vocab: int) -> np.ndarray:
     logits = draw(vocab, (rows, vocab), spread=3.0)
     if kind == "equal":
@@ -140,6 +159,7 @@ CASES = [
     ),
     *(Case("sampling", kind, partial(run_sample, kind, 1000, seeded(FILTERS))) for kind in ("signed-zeros", "one-hot", "non-finite")),
     Case("sampling", "non-finite-3", partial(run_sample, "non-finite", 3, seeded(FILTERS))),
+    *(Case("sampling", f"mixed-{kind}", partial(run_sample, kind, 100, mixed(400))) for kind in ("random", "steps", "flat", "equal")),
     Case("sampling", "seeds-and-positions", partial(run_sample, "random", 500, ENDS)),
     Case("sampling", "penalties", partial(run_sample, "random", 777, seeded(_PENALTIES))),
     Case("sampling", "released-vocabulary", partial(run_sample, "random", 154_880, seeded(FILTERS[2::4]))),

@@ -68,7 +68,8 @@ def _first(mask: np.ndarray) -> tuple[int, ...]:
 def _require_none(name: str, what: str, bad: np.ndarray, got: np.ndarray, want: np.ndarray) -> None:
     if bad.any():
         at = _first(bad)
-        raise Mismatch(f"{name}: {what} differ in {int(bad.sum())} of {bad.size} values, first at {list(at)}: got {got[at]!r}, want {want[at]!r}")
+        where = f"first at {list(at)}: got {got[at]!r}, want {want[at]!r}"
+        raise Mismatch(f"{name}: {what} differ in {int(bad.sum())} of {bad.size} values, {where}")
 
 
 def compare(
@@ -97,9 +98,11 @@ def compare(
     at = _first(relative == relative.max())
     norm = float(np.linalg.norm(g) * np.linalg.norm(w))
     gap = max(0.0, 1.0 - float(np.vdot(g, w)) / norm) if norm > 0 else 0.0
-    text = f"worst at {list(at)}: got {float(got[at])!r}, want {float(want[at])!r}, error {float(error[at]):.3e}, scale {float(size[at]):.3e}"
+    values = f"got {float(got[at])!r}, want {float(want[at])!r}, error {float(error[at]):.3e}, scale {float(size[at]):.3e}"
+    text = f"worst at {list(at)}: {values}"
     if bad.any():
-        raise Mismatch(f"{name}: {int(bad.sum())} of {bad.size} values beyond {limit.absolute:g} * scale + {limit.relative:g} * |want|; {text}")
+        allowed = f"{limit.absolute:g} * scale + {limit.relative:g} * |want|"
+        raise Mismatch(f"{name}: {int(bad.sum())} of {bad.size} values beyond {allowed}; {text}")
     if gap > max(limit.cosine, 1e-15):
         raise Mismatch(f"{name}: 1 - cosine is {gap:.2e}, expected at most {limit.cosine:g}; {text}")
     return Comparison(name, got.size, float(relative[at]), at, float(got[at]), float(want[at]), gap)

@@ -1,7 +1,7 @@
 """Litmus loops: does this machine keep the promises that the fast paths rest on? Each has a fallback made of stream order and plain copies.
 
-Each loop is bounded (polls in kernels, seconds on the host), frees what it allocated, and reports instead of raising. A kernel that does not
-come back keeps its memory: freeing would wait for it.
+Each loop is bounded (polls in kernels, seconds on the host), frees what it allocated, and reports instead of raising. A kernel that does
+not come back keeps its memory: freeing would wait for it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _check_messages(sent: np.ndarray, received: np.ndarray, rounds: int, way: st
 
 
 def peer_mailbox(device_a: Device, device_b: Device, rounds: int = 1000, budget: int = POLLS) -> Result:
-    """Message passing between kernels of two devices, both ways: data words, then a sequence number, stored into uncached memory of the receiver.
+    """Message passing between kernels of two devices, both ways: data words, then a sequence number, stored into uncached memory of the
+    receiver.
 
     Fallback: stream order, events and peer copies.
     """
@@ -184,8 +185,8 @@ def host_mailbox(device: Device, rounds: int = 1000, budget: int = POLLS) -> Res
 
 
 def _replayed(nodes: list[tuple[int, int]], slots: int, steps: np.ndarray) -> list[int]:
-    """State after replaying counter_step nodes (slot, step index) once per row of `steps` [replays, 2], from zero: the composition of a slot's
-    nodes is x -> a x + b0 step0 + b1 step1 mod 2^64."""
+    """State after replaying counter_step nodes (slot, step index) once per row of `steps` [replays, 2], from zero: the composition of a
+    slot's nodes is x -> a x + b0 step0 + b1 step1 mod 2^64."""
     modulus = 1 << 64
     maps = [(1, 0, 0)] * slots
     for slot, which in nodes:
@@ -247,7 +248,7 @@ def registered_memory(device: Device, byte_count: int = 1 << 20, rounds: int = 8
             _finish(stack, stream)
             wrong = int((target.numpy() != values).sum())
             if wrong:
-                raise _Broken(f"round {number}: a kernel read {wrong} of {values.size} words of registered memory wrong (stale if round > 0)")
+                raise _Broken(f"round {number}: a kernel read {wrong} of {values.size} words wrong (stale if round > 0)")
             memory[:] = 0
             litmus.copy_words(stream, target.address, buffer.device_address, byte_count // 16)
             _finish(stack, stream)
@@ -282,8 +283,8 @@ def copy_2d(device: Device) -> Result:
 
 
 def streams_events(device: Device, rounds: int = 50) -> Result:
-    """Two streams take turns on one counter, ordered by events alone; time stamps do not run backwards. There is no fallback: everything needs
-    this."""
+    """Two streams take turns on one counter, ordered by events alone; time stamps do not run backwards. There is no fallback: everything
+    needs this."""
 
     def body(stack: ExitStack) -> str:
         state = _array(stack, device, 1)

@@ -65,6 +65,11 @@ def expert_matmul(x: np.ndarray, w: np.ndarray, ids: np.ndarray) -> tuple[np.nda
 
 
 def expert_sum(expert_out: np.ndarray, weights: np.ndarray, shared: np.ndarray, residual: np.ndarray, dtype: DType) -> np.ndarray:
-    """y [rows, width]: expert outputs times f32 weights summed in f32, one cast, then + shared and + residual, each rounded to `dtype`."""
-    routed = round_to(np.einsum("rs,rsw->rw", weights.astype(np.float64), expert_out.astype(np.float64)), dtype)
-    return round_to(round_to(routed + shared, dtype) + residual, dtype)
+    """y [rows, width], exact: a chain of fused multiply-adds in f32 over the slots, one cast, then + shared and + residual, each rounded.
+
+    A fused step is a float64 product (exact) and sum rounded to float32; the second rounding changes about 1 of 2^29 steps.
+    """
+    total = np.zeros(shared.shape, np.float32)
+    for slot in range(weights.shape[1]):
+        total = (weights[:, slot, None].astype(np.float64) * expert_out[:, slot].astype(np.float64) + total).astype(np.float32)
+    return round_to(round_to(round_to(total, dtype) + shared, dtype) + residual, dtype)

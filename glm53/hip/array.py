@@ -35,7 +35,8 @@ _FROM_NUMPY: dict[np.dtype, DType] = {numpy_type: dtype for dtype, numpy_type in
 
 
 def bf16_from_f32(values: np.ndarray) -> np.ndarray:
-    """float32 -> bf16 bits (uint16), round to nearest even, overflow to infinity; a NaN stays a (quiet) NaN. As f32_to_bf16 on the device."""
+    """float32 -> bf16 bits (uint16), round to nearest even, overflow to infinity; a NaN stays a (quiet) NaN. As f32_to_bf16 on the
+    device."""
     words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((words + (np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
     is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -65,18 +66,20 @@ def numpy_type(dtype: DType) -> np.dtype:
 
 
 class Array:
-    """`shape` elements of `dtype` at `offset_bytes` in `buffer`, row-major, dense. A view: it never owns more than a reference to its buffer;
-    `free()` frees that buffer for all views of it."""
+    """`shape` elements of `dtype` at `offset_bytes` in `buffer`, row-major, dense. A view: it never owns more than a reference to its
+    buffer; `free()` frees that buffer for all views of it."""
 
     def __init__(self, buffer: Buffer, dtype: DType, shape: tuple[int, ...], offset_bytes: int = 0):
         shape = tuple(int(n) for n in shape)
         nbytes = math.prod(shape) * dtype.item_bytes
         if min(shape, default=0) < 0 or offset_bytes < 0 or offset_bytes + nbytes > buffer.byte_count:
             raise ValueError(
-                f"array {dtype.label}{list(shape)} at offset {offset_bytes} needs {nbytes} bytes, but {buffer.category!r} has {buffer.byte_count}"
+                f"array {dtype.label}{list(shape)} at offset {offset_bytes} needs {nbytes} bytes, "
+                f"but {buffer.category!r} has {buffer.byte_count}"
             )
         if (buffer.address + offset_bytes) % dtype.item_bytes:
-            raise ValueError(f"array of {dtype.label} at address {buffer.address + offset_bytes:#x} is not aligned to {dtype.item_bytes} bytes")
+            address = buffer.address + offset_bytes
+            raise ValueError(f"array of {dtype.label} at address {address:#x} is not aligned to {dtype.item_bytes} bytes")
         self.buffer = buffer
         self.dtype = dtype
         self.shape = shape
@@ -92,7 +95,8 @@ class Array:
 
     @classmethod
     def from_numpy(cls, device: Device, values: np.ndarray, dtype: DType | None = None, category: str = "") -> Array:
-        """A new buffer with `values`. dtype None: numpy's own; BF16 takes float32 (rounded to nearest even) or uint16 bits, F8E4M3 uint8 bits."""
+        """A new buffer with `values`. dtype None: numpy's own; BF16 takes float32 (rounded to nearest even) or uint16 bits, F8E4M3 uint8
+        bits."""
         values = np.asarray(values)
         if dtype is None:
             if values.dtype not in _FROM_NUMPY:
@@ -127,7 +131,7 @@ class Array:
         """The first elements of the same memory under another shape (and type); it may be smaller, never larger."""
         other = Array(self.buffer, dtype or self.dtype, shape, self.offset_bytes)
         if other.nbytes > self.nbytes:
-            raise ValueError(f"view {other.dtype.label}{list(other.shape)} has {other.nbytes} bytes, more than the {self.nbytes} of {self!r}")
+            raise ValueError(f"view: {other!r} has {other.nbytes} bytes, more than the {self.nbytes} of {self!r}")
         return other
 
     def reshape(self, *shape: int) -> Array:
@@ -164,8 +168,8 @@ class Array:
             raise LifetimeError(f"{self!r} is used after its buffer was freed")
 
     def upload(self, values: np.ndarray, stream: Stream | None = None) -> None:
-        """Stores `values`. Without a stream: after all earlier work of the device, done on return. With one: in its order, and `values` must not
-        change until then (a converted copy is ours). Raises TypeError or ValueError if dtype or shape differ."""
+        """Stores `values`. Without a stream: after all earlier work of the device, done on return. With one: in its order, and `values`
+        must not change until then (a converted copy is ours). Raises TypeError or ValueError if dtype or shape differ."""
         self._alive()
         raw = self._raw(values)
         if raw.nbytes == 0:
@@ -178,8 +182,8 @@ class Array:
             calls.copy(self.address, raw.ctypes.data, raw.nbytes)
 
     def bits(self, stream: Stream | None = None) -> np.ndarray:
-        """The raw elements: uint16 for bf16, uint8 for e4m3, else as `numpy()`. Without a stream it waits for all earlier work of the device, with
-        one for that stream's."""
+        """The raw elements: uint16 for bf16, uint8 for e4m3, else as `numpy()`. Without a stream it waits for all earlier work of the
+        device, with one for that stream's."""
         self._alive()
         raw = np.empty(self.shape, _NUMPY[self.dtype])
         if raw.nbytes == 0:

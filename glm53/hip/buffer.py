@@ -104,7 +104,7 @@ class HostBuffer:
     @classmethod
     def register(cls, device: Device, array: np.ndarray, coherent: bool, category: str) -> HostBuffer:
         if not array.flags.c_contiguous or array.nbytes == 0:
-            raise ValueError(f"host_register: got an array of shape {array.shape}, strides {array.strides}; expected a contiguous, non-empty one")
+            raise ValueError(f"host_register: got shape {array.shape}, strides {array.strides}; expected a contiguous, non-empty array")
         flags = literals.HOST_REGISTER_PORTABLE | literals.HOST_REGISTER_MAPPED
         flags |= 0 if coherent else literals.HOST_REGISTER_COARSE_GRAINED
         view = array.reshape(-1).view(np.uint8)

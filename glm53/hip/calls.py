@@ -1,8 +1,8 @@
 """The one module that calls hip-python. Every call is checked; a failure is a `HipError` with call, code and text.
 
-`bind()` is called once by `glm53.hip.runtime` with the hip-python module (`rocm.bindings.hip` of hip-python 10, `hip.hip` of 6.x and 7.x) after
-it made sure which library is underneath. Addresses cross this border as int, handles as the objects that hip-python returned (they convert
-without a look-up when passed again). Nothing here keeps state but the binding.
+`bind()` is called once by `glm53.hip.runtime` with the hip-python module (`rocm.bindings.hip` of hip-python 10, `hip.hip` of 6.x and 7.x)
+after it made sure which library is underneath. Addresses cross this border as int, handles as the objects that hip-python returned (they
+convert without a look-up when passed again). Nothing here keeps state but the binding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def failure(call: str, code: int) -> HipError:
     text = error_text(code)
     _hip.hipGetLastError()
     if code in literals.ERRORS_DEVICE_LOST:
-        return DeviceLost(call, code, text, (detail + "; " if detail else "") + "the device is lost for this process; next: restart the process")
+        detail += ("; " if detail else "") + "the device is lost for this process; next: restart the process"
+        return DeviceLost(call, code, text, detail)
     return HipError(call, code, text, detail)
 
 
@@ -291,8 +292,8 @@ def module_function(module: Any, name: str) -> Any:
 
 
 class LaunchSlot:
-    """A kernel's argument struct at a fixed address, with the one-element kernelParams array that points at it, both converted for hip-python
-    once. The runtime copies the arguments during the launch call, so a slot may be refilled as soon as that call returned."""
+    """A kernel's argument struct at a fixed address, with the one-element kernelParams array that points at it, both converted for
+    hip-python once. The runtime copies the arguments during the launch call, so a slot may be refilled as soon as that call returned."""
 
     def __init__(self, args_bytes: int):
         self._struct = (ctypes.c_uint64 * ((args_bytes + 7) // 8))()

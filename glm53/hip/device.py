@@ -18,7 +18,8 @@ from glm53.hip.stream import Event, Stream
 
 
 def list_devices() -> list[dict[str, int | str]]:
-    """One row per device of the runtime in use (chosen by default rules if none is): index, name, arch, total_bytes, free_bytes, pci_bus."""
+    """One row per device of the runtime in use (chosen by default rules if none is): index, name, arch, total_bytes, free_bytes,
+    pci_bus."""
     rows: list[dict[str, int | str]] = []
     for index in range(runtime.select().device_count):
         device = Device(index)
@@ -38,14 +39,16 @@ def list_devices() -> list[dict[str, int | str]]:
 class Device:
     """Device `index` of the selected runtime (selected by default rules if nothing was).
 
-    index, name, arch ("gfx1100", "sm_90", "host"), total_bytes, properties, runtime (RuntimeInfo); `live` holds the buffers not yet freed.
-    Objects of one Device may be used from several threads, each stream by one at a time. Several Device objects of one index are independent.
+    index, name, arch ("gfx1100", "sm_90", "host"), total_bytes, properties, runtime (RuntimeInfo); `live` holds the buffers not yet
+    freed. Objects of one Device may be used from several threads, each stream by one at a time. Several Device objects of one index are
+    independent.
     """
 
     def __init__(self, index: int = 0):
         self.runtime = runtime.select()
         if not 0 <= index < self.runtime.device_count:
-            raise InputError(f"device {index} does not exist: the {self.runtime.name} runtime has {self.runtime.device_count} device(s), from 0")
+            count = self.runtime.device_count
+            raise InputError(f"device {index} does not exist: the {self.runtime.name} runtime has {count} device(s), numbered from 0")
         self.index = index
         self.properties = calls.device_properties(index)
         self.name = self.properties.name
@@ -59,8 +62,8 @@ class Device:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes this device the calling thread's current one inside, and restores the caller's after. A thread that works on one device holds
-        this around its work to spare two calls per operation."""
+        """Makes this device the calling thread's current one inside, and restores the caller's after. A thread that works on one device
+        holds this around its work to spare two calls per operation."""
         previous = calls.current_device()
         if previous == self.index:
             yield
@@ -93,14 +96,16 @@ class Device:
                     raise
                 free, total = calls.memory_info()
                 raise DeviceMemoryError(
-                    f"device {self.index} ({self.name}) has not enough memory for {category or 'a buffer'}: asked {human_bytes(byte_count)}, "
+                    f"device {self.index} ({self.name}) has not enough memory for {category or 'a buffer'}: "
+                    f"asked {human_bytes(byte_count)}, "
                     f"free {human_bytes(free)} of {human_bytes(total)}; live here: {self.live_text()}; "
                     "next: a smaller context or model, or a device with more memory"
                 ) from None
         return Buffer(self, address, byte_count, category, kind)
 
     def host_alloc(self, byte_count: int, coherent: bool = True, category: str = "") -> HostBuffer:
-        """Page-locked host memory, visible to all devices. coherent: not cached by devices. Raises DeviceMemoryError if the host has not enough."""
+        """Page-locked host memory, visible to all devices. coherent: not cached by devices. Raises DeviceMemoryError if the host has not
+        enough."""
         if byte_count <= 0:
             raise ValueError(f"host_alloc {category!r}: got {byte_count} bytes, expected at least 1")
         try:
@@ -180,9 +185,12 @@ class Device:
     # End
 
     def close(self, free_buffers: bool = False) -> None:
-        """Ends streams and the module; again is not an error. Raises LifetimeError listing live buffers by category; free_buffers=True frees them instead."""
+        """Ends streams and the module; again is not an error. Raises LifetimeError listing live buffers by category; free_buffers=True
+        frees them instead."""
         if self.live and not free_buffers:
-            raise LifetimeError(f"device {self.index} is closed with live buffers: {self.live_text()}; next: free them, or close(free_buffers=True)")
+            raise LifetimeError(
+                f"device {self.index} is closed with live buffers: {self.live_text()}; next: free them, or close(free_buffers=True)"
+            )
         self.closed = True
         try:
             for stream in list(self._streams):

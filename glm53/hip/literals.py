@@ -1,7 +1,7 @@
 """HIP flags and codes as numbers, each with its source: several are missing from hip-python, and the values do not differ between releases.
 
-Sources: [A] hip/hip_runtime_api.h of ROCm 6.0 and later; [B] the enumeration of the same name in rocm.bindings.hip. hip-python 10 has no name
-for the values marked A alone.
+Sources: [A] hip/hip_runtime_api.h of ROCm 6.0 and later; [B] the enumeration of the same name in rocm.bindings.hip. hip-python 10 has no
+name for the values marked A alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Code objects and kernels.
 
-`glm53/_native/manifest.json` names one code object per architecture and, per kernel, what a launch needs: block size, argument struct, launch
-constants. A code object is loaded once per device, after its hash was compared with the manifest.
+`glm53/_native/manifest.json` names one code object per architecture and, per kernel, what a launch needs: block size, argument struct,
+launch constants. A code object is loaded once per device, after its hash was compared with the manifest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def code_objects() -> dict[str, dict[str, Any]]:
 def object_path(arch: str, directory: Path | None = None) -> Path:
     """Path of the code object for `arch` ("gfx1100", "sm_90", "host"), its hash checked.
 
-    Raises RuntimeUnavailable: no such architecture (names those that exist and the build command), file missing, or changed since the build.
+    Raises RuntimeUnavailable: no such architecture (names those that exist and the build command), file missing, or changed since the
+    build.
     """
     directory = directory or runtime.native_directory()
     objects = manifest(directory)["objects"]
@@ -83,7 +84,9 @@ class Module:
         if found is None:
             entry = manifest()["kernels"].get(name)
             if entry is None:
-                raise RuntimeUnavailable(f"no kernel {name!r} in {self.path.name}; next: pip install . again if the Python code is newer than the build")
+                raise RuntimeUnavailable(
+                    f"no kernel {name!r} in {self.path.name}; next: pip install . again if the code is newer than the build"
+                )
             with self.device.current():
                 function = calls.module_function(self._handle, name)
             found = self._kernels[name] = Kernel(self.device, name, function, entry)
@@ -148,7 +151,8 @@ class Kernel:
         except DeviceLost:
             raise
         except HipError as error:
-            raise HipError(error.call, error.code, error.text, f"kernel {self.name}, grid {grid}, block {self.block}; {error.detail}") from None
+            detail = f"kernel {self.name}, grid {grid}, block {self.block}; {error.detail}"
+            raise HipError(error.call, error.code, error.text, detail) from None
         finally:
             if previous != index:
                 calls.set_device(previous)

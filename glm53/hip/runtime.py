@@ -1,8 +1,9 @@
 """Which `libamdhip64.so` this process drives: AMD's, or one of our two stand-ins (`cuda`, `cpu`).
 
-hip-python finds the library by itself, and looks into installed packages before any environment variable, so the choice is made here before the
-first HIP call: its path look-up is overridden for that one library while it is opened, then restored. What was really mapped is checked
-afterwards (file and marker symbol). One runtime per process; the environment is never changed; nothing of HIP is imported before `select()`.
+hip-python finds the library by itself, and looks into installed packages before any environment variable, so the choice is made here
+before the first HIP call: its path look-up is overridden for that one library while it is opened, then restored. What was really mapped
+is checked afterwards (file and marker symbol). One runtime per process; the environment is never changed; nothing of HIP is imported
+before `select()`.
 """
 
 from __future__ import annotations
@@ -91,6 +92,20 @@ def control() -> ctypes.CDLL:
     if info.name == "rocm":
         raise RuntimeUnavailable(f"{info.library} is AMD's library: it has no control symbols; next: {VARIABLE}=cpu")
     return ctypes.CDLL(info.library)
+
+
+def configure_cpu(devices: int, bytes_per_device: int) -> None:
+    """Number (1 to 16) and memory of the cpu runtime's devices; only before `select()`, and it selects nothing. Default: 2 of 4 GiB.
+
+    Raises RuntimeUnavailable if a runtime is in use already or the cpu runtime is not built, InputError for values it refuses.
+    """
+    if _selected is not None:
+        raise RuntimeUnavailable(f"the {_selected.name} runtime is in use already; next: configure_cpu before the first device")
+    configure = ctypes.CDLL(_stand_in("cpu")).glm53_cpu_configure
+    configure.argtypes = (ctypes.c_uint32, ctypes.c_uint64)
+    code = configure(devices, bytes_per_device)
+    if code:
+        raise InputError(f"configure_cpu: {devices} devices of {bytes_per_device} bytes were refused (hipError {code})")
 
 
 # Finding the binding
@@ -254,7 +269,8 @@ def _stand_in(name: str) -> str:
     path = native_directory() / name / f"{LIBRARY}.so"
     if not path.is_file():
         raise RuntimeUnavailable(
-            f"the {name} runtime is not built: {path} does not exist; next: pip install . in a clone of the source (needs CMake and a C++ compiler)"
+            f"the {name} runtime is not built: {path} does not exist; "
+            "next: pip install . in a clone of the source (needs CMake and a C++ compiler)"
         )
     return str(path)
 
@@ -301,7 +317,9 @@ def _open(wanted: str) -> RuntimeInfo:
         count = calls.device_count()
         versions = calls.runtime_version(), calls.driver_version()
     except HipError as error:
-        raise RuntimeUnavailable(f"the {name} runtime ({library}) does not answer: {error}; next: {VARIABLE}=cpu runs without a GPU") from error
+        raise RuntimeUnavailable(
+            f"the {name} runtime ({library}) does not answer: {error}; next: {VARIABLE}=cpu runs without a GPU"
+        ) from error
     if count == 0:
         raise RuntimeUnavailable(f"the {name} runtime ({library}) has no device; next: {VARIABLE}=cpu runs without a GPU")
     return RuntimeInfo(name, library, reason, binding.label, versions[0], versions[1], count)

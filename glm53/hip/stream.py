@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Event:
-    """A point in a stream's order. timing: keep a time stamp, for `elapsed_us`. system_fence False: other devices and the host may not see the
-    stores before it (cheaper; only for order within one device)."""
+    """A point in a stream's order. timing: keep a time stamp, for `elapsed_us`. system_fence False: other devices and the host may not
+    see the stores before it (cheaper; only for order within one device)."""
 
     def __init__(self, device: Device, timing: bool = False, system_fence: bool = True):
         flags = 0 if timing else literals.EVENT_DISABLE_TIMING
@@ -117,7 +117,8 @@ class Stream:
             calls.fill_async(address, value, byte_count, self.handle)
 
     def upload(self, target_address: int, source: np.ndarray) -> None:
-        """Enqueues a copy of a contiguous array to the device and keeps the array alive until it is done; the caller must not change it before.
+        """Enqueues a copy of a contiguous array to the device and keeps the array alive until it is done; the caller must not change it
+        before.
 
         Raises LifetimeError during a capture: a graph would read the array at each replay.
         """

@@ -60,9 +60,9 @@ class Workspace:
 
 
 def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
-    """[rope / 2] f32: theta^(-2 i / rope), computed in f32 as transformers does."""
-    exponent = np.arange(0, spec.qk_rope_head_dim, 2, dtype=np.float32) / np.float32(spec.qk_rope_head_dim)
-    return (np.float32(1.0) / np.float32(spec.rope_theta) ** exponent).astype(np.float32)
+    """[rope / 2] f32: 1 / f32(theta^(2 i / rope)), the power in f64: the bits that torch gives (numpy's f32 power differs in some)."""
+    exponent = np.arange(0, spec.qk_rope_head_dim, 2) / spec.qk_rope_head_dim
+    return np.float32(1.0) / (np.float64(spec.rope_theta) ** exponent).astype(np.float32)
 
 
 class Forward:

@@ -71,9 +71,6 @@ class LoadPlan:
     packed_layers: frozenset[int]  # layers whose experts are stored as mlp.experts.gate_up_proj and mlp.experts.down_proj
     notes: tuple[str, ...]  # what was accepted and ignored, for people
 
-    def is_mtp(self, name: str) -> bool:
-        return name.startswith(layer_prefix(self.spec.n_layers))
-
 
 def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."

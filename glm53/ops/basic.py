@@ -1,7 +1,7 @@
 """Embeddings, norms, rotary embedding, gated activation. T: type of the activations, f32 or bf16; W: type of the weights.
 
-Every function enqueues one kernel on `stream` and returns at once; ContractError if shapes, types or devices do not fit. `cost_*` gives what
-the call with the same arrays moves and computes. Formulas: hipsrc/kernels/basic.hip.
+Every function enqueues one kernel on `stream` and returns at once; ContractError if shapes, types or devices do not fit. `cost_*` gives
+what the call with the same arrays moves and computes. Formulas: hipsrc/kernels/basic.hip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _T_VARIANTS = ("f32", "bf16")
 
 
 def embed(stream: Stream, tokens: Array, table: Array, y: Array) -> None:
-    """y[r] = table[tokens[r]]; tokens [rows] i32, table [vocab, hidden] W, y [rows, hidden] T. A token outside [0, vocab) gives a row of NaN."""
+    """y[r] = table[tokens[r]]; a token outside [0, vocab) gives a row of NaN.
+
+    tokens [rows] i32, table [vocab, hidden] W, y [rows, hidden] T. Variants T_W: f32_f32, f32_bf16, bf16_bf16.
+    """
     dims = Dims("embed")
     dims.match("tokens", tokens, "rows", dtype=DType.I32)
     dims.match("table", table, "vocab", "hidden", dtype=ACTIVATIONS)
@@ -49,7 +52,8 @@ def _norm(op: str, stream: Stream, x: Array, weight: Array, bias: Array | None, 
 def rms_norm(stream: Stream, x: Array, weight: Array, y: Array, eps: float) -> None:
     """y = weight * T(x / sqrt(mean(x^2) + eps)) over the first `width` columns; other columns of y are left alone.
 
-    x, y [rows, columns] T; weight [width] T, width <= columns; y may be x. Source: transformers' GlmMoeDsaRMSNorm, which rounds before it scales.
+    x, y [rows, columns] T; weight [width] T, width <= columns; y may be x. Source: transformers' GlmMoeDsaRMSNorm, which rounds to T before
+    it scales.
     """
     _norm("rms_norm", stream, x, weight, None, y, eps)
 
@@ -79,7 +83,8 @@ def rope(stream: Stream, x: Array, positions: Array, inv_freq: Array, offset: in
     dims.match("positions", positions, "rows", dtype=DType.I32)
     dims.match("inv_freq", inv_freq, "pairs", dtype=DType.F32)
     dim, columns = 2 * dims["pairs"], dims["head_columns"]
-    dims.require(0 <= offset and offset + dim <= columns, f"columns [{offset}, {offset + dim}) rotate, expected within head_columns={columns} of x")
+    span = f"[{offset}, {offset + dim})"
+    dims.require(offset >= 0 and offset + dim <= columns, f"columns {span} rotate, expected within head_columns={columns} (bound by x dim 2)")
     args = rope_args(x.address, positions.address, inv_freq.address, dims["heads"] * columns, columns, dims["heads"], offset, dim)
     launch(stream, variant("rope", _T_VARIANTS, x.dtype), (dims["rows"], 1, 1), args)
 

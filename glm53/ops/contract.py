@@ -1,7 +1,7 @@
 """Contracts of the kernels: arrays matched against named dimensions, element types against the variants that exist.
 
-A wrapper makes one `Dims`, matches its arrays and launches. Every violation is a `ContractError` that names the operation, the array, what it
-got, what was expected and which array said so. Knows nothing of any model.
+A wrapper makes one `Dims`, matches its arrays and launches. Every violation is a `ContractError` that names the operation, the array, what
+it got, what was expected and which array said so. Knows nothing of any model.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def variant(op: str, existing: Collection[str], *dtypes: DType) -> str:
 def launch(stream: Stream, name: str, grid: tuple[int, int, int], args: ctypes.Structure) -> None:
     """Enqueues kernel `name` of the stream's device. Raises ContractError if the grid is beyond what every runtime takes."""
     if grid[1] > GRID_YZ_MAX or grid[2] > GRID_YZ_MAX:
-        raise ContractError(f"{name}: grid {grid} is too large, expected at most {GRID_YZ_MAX} blocks along y and z; next: fewer rows a call")
+        raise ContractError(f"{name}: grid {grid} is too large, expected at most {GRID_YZ_MAX} blocks along y and z; next: fewer rows")
     stream.device.kernel(name).launch(stream, grid, args)
 
 

@@ -27,7 +27,7 @@ def append(stream: Stream, x: Array, tables: Array, sessions: Array, positions: 
     """Stores row r of x as row positions[r] of plane `plane` of session sessions[r]; a negative position is padding and is skipped.
 
     x [rows, width] T (f32 or bf16), width * sizeof(T) <= row_bytes; tables [sessions, extents] u64, the extents of these positions present;
-    sessions, positions [rows] i32. The caller has checked that positions and sessions lie inside the tables. ContractError otherwise as ever.
+    sessions, positions [rows] i32. The caller has checked that positions and sessions lie inside the tables.
     """
     dims = Dims("append")
     dims.match("x", x, "rows", "width", dtype=(DType.F32, DType.BF16))
@@ -35,7 +35,7 @@ def append(stream: Stream, x: Array, tables: Array, sessions: Array, positions: 
     dims.match("sessions", sessions, "rows", dtype=DType.I32)
     dims.match("positions", positions, "rows", dtype=DType.I32)
     width_bytes = dims["width"] * x.dtype.item_bytes
-    dims.require(width_bytes <= layout.row_bytes, f"a row of x is {width_bytes} bytes, expected at most row_bytes={layout.row_bytes} of the extents")
+    dims.require(width_bytes <= layout.row_bytes, f"a row of x is {width_bytes} bytes, expected at most row_bytes={layout.row_bytes}")
     dims.require(0 <= plane < layout.planes, f"plane is {plane}, expected one of the {layout.planes} planes of the extents")
     args = append_args(
         x.address,

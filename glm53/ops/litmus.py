@@ -1,5 +1,5 @@
-"""Kernels of the litmus loops: message passing, counter, copy. Addresses are device addresses as the launching device sees them, because the
-memory may be registered host memory or a peer's. Protocol: hipsrc/kernels/litmus.hip.
+"""Kernels of the litmus loops: message passing, counter, copy. Addresses are device addresses as the launching device sees them, because
+the memory may be registered host memory or a peer's. Protocol: hipsrc/kernels/litmus.hip.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def word(round_number: int, index: int) -> int:
 def _message(kernel: str, stream: Stream, mailbox: int, reply: int, result: Array, rounds: int, words: int, budget: int) -> None:
     dims = Dims(kernel)
     dims.match("result", result, 2, dtype=DType.U64)
-    dims.require(0 < rounds < 1 << 32 and 0 < words < 1 << 32 and budget > 0, f"rounds {rounds}, words {words}, budget {budget}: expected at least 1")
+    counts = f"rounds {rounds}, words {words}, budget {budget}: expected at least 1"
+    dims.require(0 < rounds < 1 << 32 and 0 < words < 1 << 32 and budget > 0, counts)
     dims.require(mailbox % 8 == 0 and reply % 8 == 0, f"mailbox {mailbox:#x} and reply {reply:#x}: expected multiples of 8")
     launch(stream, kernel, (1, 1, 1), litmus_args(mailbox, reply, result.address, budget, rounds, words))
 
@@ -32,8 +33,8 @@ def _message(kernel: str, stream: Stream, mailbox: int, reply: int, result: Arra
 def send(stream: Stream, mailbox: int, reply: int, result: Array, rounds: int, words: int, budget: int) -> None:
     """Sends `rounds` messages: data words, then the sequence number; waits for each echo at most `budget` polls.
 
-    mailbox: address of [1 + words] u64 (sequence, data), reply: of [1] u64, both zero at the start, uncached or coherent memory; result [2] u64:
-    rounds echoed, 0. The receiver must have been enqueued, or be a host thread, before anything waits for this kernel.
+    mailbox: address of [1 + words] u64 (sequence, data), reply: of [1] u64, both zero at the start, uncached or coherent memory;
+    result [2] u64: rounds echoed, 0. The receiver must have been enqueued, or be a host thread, before anything waits for this kernel.
     """
     _message("litmus_send", stream, mailbox, reply, result, rounds, words, budget)
 

@@ -20,15 +20,15 @@ TILE_COLS = TILE_ROWS = 64
 def _launch(stream: Stream, dims: Dims, kind: str, types: tuple[DType, DType, DType], args: matmul_args, batch: int) -> None:
     dims.require(kind in ("step", "tile"), f"kind is {kind!r}, expected 'step' or 'tile'")
     name = variant(f"matmul_{kind}", _VARIANTS, *types)
-    grid = (ceil_div(args.n, STEP_COLS), 1, batch) if kind == "step" else (ceil_div(args.n, TILE_COLS), ceil_div(args.rows, TILE_ROWS), batch)
-    launch(stream, name, grid, args)
+    columns, row_blocks = (STEP_COLS, 1) if kind == "step" else (TILE_COLS, ceil_div(args.rows, TILE_ROWS))
+    launch(stream, name, (ceil_div(args.n, columns), row_blocks, batch), args)
 
 
 def matmul(stream: Stream, x: Array, w: Array, y: Array, residual: Array | None = None, kind: str = "step") -> None:
     """y = Y(x w^T), with a residual Y(Y(x w^T) + residual).
 
     x [rows, k] X, w [n, k] W, y and residual [rows, n] Y; residual may be y itself, x must not overlap y. Variants X_W_Y: f32_f32_f32,
-    f32_bf16_f32, bf16_bf16_bf16, bf16_bf16_f32, bf16_f32_f32. kind: "step" or "tile". Enqueues one kernel; ContractError if anything differs.
+    f32_bf16_f32, bf16_bf16_bf16, bf16_bf16_f32, bf16_f32_f32. kind: "step" or "tile". Enqueues one kernel.
     """
     dims = Dims("matmul")
     dims.match("x", x, "rows", "k", dtype=_FLOATS)
@@ -46,7 +46,8 @@ def matmul(stream: Stream, x: Array, w: Array, y: Array, residual: Array | None 
 def per_head(stream: Stream, x: Array, w: Array, y: Array, kind: str = "step") -> None:
     """y[r, h] = Y(x[r, h, :k] w[h]^T): one product per head, over the first k columns of each head of x.
 
-    x [rows, heads, head_columns] X with head_columns >= k, w [heads, n, k] W, y [rows, heads, n] Y; x must not overlap y. Variants as `matmul`.
+    x [rows, heads, head_columns] X with head_columns >= k, w [heads, n, k] W, y [rows, heads, n] Y; x must not overlap y. Variants as
+    `matmul`.
     """
     dims = Dims("per_head")
     dims.match("x", x, "rows", "heads", "head_columns", dtype=_FLOATS)

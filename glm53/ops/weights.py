@@ -1,4 +1,4 @@
-"""Checkpoint tensors into the layouts of the forward pass: dequantisation, conversion, split of kv_b. Method: hipsrc/kernels/weights.hip."""
+"""Checkpoint tensors into the layouts of the forward pass: dequantisation, conversion, split of kv_b. Method: weights.hip."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DEQUANT_VARIANTS = ("f8_f32", "f8_bf16", "bf16_f32", "f32_bf16", "bf16_bf16", "
 
 
 def dequant(stream: Stream, x: Array, scale: Array | None, y: Array) -> None:
-    """y[r, c] = Y(float(x[r, c]) * scale[r / 128, c / 128]); scale None: a conversion (not for e4m3, whose codes mean nothing without scales).
+    """y[r, c] = Y(float(x[r, c]) * scale[r / 128, c / 128]); scale None: a conversion (not for e4m3, which needs its scales).
 
-    x, y [rows, cols]; scale [ceil(rows / 128), ceil(cols / 128)] f32, the last block of a side may be ragged. X_Y: f8_f32, f8_bf16, bf16_f32,
-    f32_bf16, bf16_bf16, f32_f32. x must not overlap y.
+    x, y [rows, cols]; scale [ceil(rows / 128), ceil(cols / 128)] f32, the last block of a side may be ragged. X_Y: f8_f32, f8_bf16,
+    bf16_f32, f32_bf16, bf16_bf16, f32_f32. x must not overlap y.
     """
     dims = Dims("dequant")
     dims.match("x", x, "rows", "cols")

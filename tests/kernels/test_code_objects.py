@@ -1,0 +1,163 @@
+"""What the built code objects say about themselves: metadata of the AMD ones, table of the host one, manifest, reproducibility."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from glm53.hip.module import manifest
+from glm53.hip.runtime import native_directory
+from glm53.ops import args as args_module
+
+ROOT = Path(__file__).resolve().parents[2]
+LDS_BYTES_MAX = 65_536  # of a gfx11 workgroup
+READELF_NAMES = ("llvm-readelf", *(f"llvm-readelf-{version}" for version in range(22, 14, -1)))
+READELF = next((found for name in READELF_NAMES if (found := shutil.which(name))), None)
+AMD_ARCHS = ("gfx1100", "gfx1201", "gfx90a", "gfx942")
+
+
+def built_path(arch: str) -> Path:
+    objects = manifest()["objects"]
+    if arch not in objects:
+        pytest.skip(f"no code object for {arch} was built here (built: {', '.join(objects)})")
+    return native_directory() / objects[arch]["file"]
+
+
+@functools.cache
+def metadata(path: Path) -> dict[str, dict[str, Any]]:
+    """Kernel metadata of an AMD code object by kernel name."""
+    if READELF is None:
+        pytest.skip("llvm-readelf is not installed")
+    text = subprocess.run([READELF, "--notes", str(path)], capture_output=True, text=True, check=True).stdout
+    document = yaml.safe_load(text[text.index("---") : text.rindex("...")])
+    return {kernel[".name"]: kernel for kernel in document["amdhsa.kernels"]}
+
+
+def struct_of(entry: dict[str, Any]) -> type[ctypes.Structure]:
+    return getattr(args_module, entry["args"])
+
+
+@pytest.mark.parametrize("arch", AMD_ARCHS)
+def test_amd_object_has_exactly_the_kernels_of_the_manifest(arch: str) -> None:
+    assert set(metadata(built_path(arch))) == set(manifest()["kernels"])
+
+
+@pytest.mark.parametrize("arch", AMD_ARCHS)
+def test_amd_kernels_neither_spill_nor_use_scratch(arch: str) -> None:
+    keys = (".vgpr_spill_count", ".sgpr_spill_count", ".private_segment_fixed_size")
+    bad = {name: {key: k[key] for key in keys if k[key]} for name, k in metadata(built_path(arch)).items() if any(k[key] for key in keys)}
+    assert not bad
+    dynamic = [name for name, k in metadata(built_path(arch)).items() if k.get(".uses_dynamic_stack")]
+    assert not dynamic, f"kernels with calls or a dynamic stack: {dynamic}"
+
+
+@pytest.mark.parametrize("arch", AMD_ARCHS)
+def test_amd_kernels_fit_the_hardware(arch: str) -> None:
+    wave = 64 if arch.startswith("gfx9") else 32
+    for name, kernel in metadata(built_path(arch)).items():
+        assert kernel[".group_segment_fixed_size"] <= LDS_BYTES_MAX, name
+        assert kernel[".wavefront_size"] == wave, name
+        assert kernel[".max_flat_workgroup_size"] == manifest()["kernels"][name]["block"], name
+
+
+@pytest.mark.parametrize("arch", AMD_ARCHS)
+def test_amd_kernels_take_one_struct_and_nothing_hidden(arch: str) -> None:
+    for name, kernel in metadata(built_path(arch)).items():
+        size = ctypes.sizeof(struct_of(manifest()["kernels"][name]))
+        found = [(a[".offset"], a[".size"], a[".value_kind"]) for a in kernel[".args"]]
+        assert found == [(0, size, "by_value")], f"{name}: {found}"
+        assert kernel[".kernarg_segment_size"] == size, name
+
+
+def test_cubin_has_every_kernel() -> None:
+    path = built_path("sm_90")
+    if READELF is None:
+        pytest.skip("llvm-readelf is not installed")
+    sections = subprocess.run([READELF, "-SW", str(path)], capture_output=True, text=True, check=True).stdout
+    found = {word.removeprefix(".text.") for word in sections.split() if word.startswith(".text.")}
+    assert found == set(manifest()["kernels"])
+
+
+class HostKernel(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("entry", ctypes.c_void_p),
+        ("args_bytes", ctypes.c_uint32),
+        ("block_size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("pointer_count", ctypes.c_uint32),
+        ("pointer_offsets", ctypes.POINTER(ctypes.c_uint16)),
+    ]
+
+
+class HostModule(ctypes.Structure):
+    _fields_ = [
+        ("abi", ctypes.c_uint32),
+        ("kernel_count", ctypes.c_uint32),
+        ("kernels", ctypes.POINTER(HostKernel)),
+        ("run_blocks", ctypes.c_void_p),
+    ]
+
+
+def test_host_table_agrees_with_the_manifest_and_the_structs() -> None:
+    library = ctypes.CDLL(str(built_path("host")))
+    library.glm53_host_module_get.restype = ctypes.POINTER(HostModule)
+    module = library.glm53_host_module_get().contents
+    assert module.abi == 1
+    found = {module.kernels[i].name.decode(): module.kernels[i] for i in range(module.kernel_count)}
+    assert set(found) == set(manifest()["kernels"])
+    for name, kernel in found.items():
+        entry = manifest()["kernels"][name]
+        struct = struct_of(entry)
+        pointers = [getattr(struct, field[0]).offset for field in struct._fields_ if field[1] is ctypes.c_void_p]
+        assert kernel.args_bytes == entry["args_bytes"] == ctypes.sizeof(struct), name
+        assert (kernel.block_size, kernel.flags) == (entry["block"], int(entry["spins"])), name
+        assert kernel.pointer_offsets[: kernel.pointer_count] == pointers, name
+
+
+def test_argument_structs_have_no_gaps() -> None:
+    for struct in args_module.structs():
+        fields = [getattr(struct, field[0]) for field in struct._fields_]
+        ends = [field.offset + field.size for field in fields]
+        assert [field.offset for field in fields] == [0, *ends[:-1]], struct.__name__
+
+
+def test_manifest_hashes_are_those_of_the_files() -> None:
+    content = manifest()
+    for arch, entry in content["objects"].items():
+        path = native_directory() / entry["file"]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"], arch
+        assert entry["source_sha256"] == content["source_sha256"], arch
+    stale = []
+    for name, digest in content["sources"].items():
+        path = ROOT / ("glm53/ops/args.py" if name == "args.py" else f"hipsrc/{name}")
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            stale.append(name)
+    assert not stale, f"the build is older than {stale}; next: pip install . again"
+
+
+def test_objects_are_the_same_bytes_when_built_in_another_directory(tmp_path: Path) -> None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("cmake is not on the PATH")
+    copy = tmp_path / "another place with spaces"
+    shutil.copytree(ROOT / "hipsrc", copy / "hipsrc")
+    (copy / "glm53" / "ops").mkdir(parents=True)
+    shutil.copy(ROOT / "glm53" / "ops" / "args.py", copy / "glm53" / "ops")
+    archs = [arch for arch in ("gfx1100", "sm_90") if arch in manifest()["objects"]]
+    environment = os.environ | {"GLM53_ARCHS": ",".join(archs) or "none"}
+    for command in ([cmake, "-S", copy / "hipsrc", "-B", copy / "build"], [cmake, "--build", copy / "build", "--target", "code_objects"]):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for arch in ("host", *archs):
+        file = manifest()["objects"][arch]["file"]
+        assert (copy / "build" / "native" / file).read_bytes() == (native_directory() / file).read_bytes(), f"{file} differs"
