@@ -17,7 +17,7 @@ from glm53.errors import Glm53Error, InputError, human_bytes
 from glm53.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from glm53.engine import Engine
+    from glm53.engine import Engine, TokenLogprob
 
 EXIT_CODES = """\b
 Exit codes: 0 done; 1 other error; 2 bad input (option, prompt, checkpoint); 3 no runtime or no code object
@@ -137,7 +137,10 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
     from glm53.engine import fresh_seed
 
     started = time.perf_counter()
-    first, pieces, tokens, logprobs, reason = 0.0, [], [], [], None
+    first, reason = 0.0, None
+    pieces: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
     if params.seed is None:
         params = replace(params, seed=fresh_seed())
     for chunk in engine.stream(ids, params):
@@ -154,7 +157,7 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
     memory = engine.memory()
     rates = {"prompt_tokens_per_s": len(ids) / prefill_s, "decode_tokens_per_s": (len(tokens) - 1) / decode_s if len(tokens) > 1 else 0.0}
     if as_json:
-        out = {
+        out: dict[str, Any] = {
             "text": "".join(pieces),
             "token_ids": tokens,
             "prompt_tokens": len(ids),
@@ -167,7 +170,7 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
             "memory_bytes": memory,
         }
         if params.logprobs is not None:
-            out["logprobs"] = [{"token_id": t.token_id, "logprob": t.logprob, "top": [list(pair) for pair in t.top]} for t in logprobs]
+            out["logprobs"] = [{"token_id": t.token_id, "logprob": t.logprob, "top": t.top} for t in logprobs]
         click.echo(json.dumps(out, ensure_ascii=False))
         return
     click.echo()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 
@@ -158,7 +159,7 @@ class Engine:
         params: one for all, or one per prompt; None: `default_params()`. Raises InputError before anything runs.
         """
         single = _is_single(prompts)
-        requests = self._requests([prompts] if single else list(prompts), params)  # type: ignore[list-item]
+        requests = self._requests(_listed(prompts), params)
         texts: dict[int, list[str]] = {r.index: [] for r in requests}
         logprobs: dict[int, list[TokenLogprob]] = {r.index: [] for r in requests}
         for chunk in self._run(requests):
@@ -172,8 +173,7 @@ class Engine:
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[Chunk]:
         """Like `generate`, step by step. Closing the iterator early ends the requests and frees their memory."""
-        requests = self._requests([prompts] if _is_single(prompts) else list(prompts), params)  # type: ignore[list-item]
-        return self._run(requests)
+        return self._run(self._requests(_listed(prompts), params))
 
     def generate_logits(self, prompt_ids: Sequence[int], new_tokens: int, forced: Sequence[int] | None = None) -> tuple[list[int], np.ndarray]:
         """Greedy tokens and all their logits: (tokens, [new_tokens, vocab] f32). With `forced`, those tokens are fed instead of the greedy ones."""
@@ -198,14 +198,12 @@ class Engine:
     def _requests(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Request]:
         if not prompts:
             raise InputError("prompts: got an empty list, wanted at least one prompt")
-        if params is None or isinstance(params, SamplingParams):
-            every = [params or self.default_params()] * len(prompts)
-        else:
-            every = list(params)
+        shared = self.default_params() if params is None else params
+        every = [shared] * len(prompts) if isinstance(shared, SamplingParams) else list(shared)
         if len(every) != len(prompts):
             raise InputError(f"params: got {len(every)}, wanted one or {len(prompts)}, as many as prompts")
         requests = []
-        for index, (prompt, one) in enumerate(zip(prompts, every)):
+        for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
             ids = self.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
             self._check_ids(ids)
             if one.stop and self.tokenizer is None:
@@ -229,8 +227,9 @@ class Engine:
             raise InputError(f"prompt: token id {bad}, wanted ids in [0, {self.spec.vocab_size})")
         if len(ids) >= self.context_rows_max:
             raise InputError(
-                f"prompt: {len(ids)} tokens, wanted at most {self.context_rows_max - 1} so that one can follow (context_rows_max {self.context_rows_max}, "
-                f"the model's limit is {self.spec.max_position_embeddings}); shorten it or open the engine with more context"
+                f"prompt: {len(ids)} tokens, wanted at most {self.context_rows_max - 1} so that one can follow "
+                f"(context_rows_max {self.context_rows_max}, the model's limit is {self.spec.max_position_embeddings}); "
+                "shorten it or open the engine with more context"
             )
 
     def _open_session(self) -> int:
@@ -245,7 +244,9 @@ class Engine:
 
     def _pass(self, work: list[tuple[int, list[int]]], kind: RowClass, logits: Array) -> None:
         """Computes the next rows of some sessions: (slot, tokens) each. Logits of the last len(logits) rows."""
-        tokens, positions, sessions = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        sessions: list[int] = []
         for slot, ids in work:
             start = self.rows.rows(slot)
             for store in (self.rows, self.keys):
@@ -282,7 +283,7 @@ class Engine:
                     self.logits.slice(0, len(active)),
                     [(r.slot, r.params, r.seed, len(r.prompt) + len(r.tokens)) for _, r in active],
                 )
-                for (serial, request), one in zip(active, drawn):
+                for (serial, request), one in zip(active, drawn, strict=True):
                     chunk = self._accept(request, one)
                     if chunk.finish_reason is not None:
                         queue.finish(serial)
@@ -329,3 +330,8 @@ def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, str):
         return True
     return bool(prompts) and all(isinstance(p, (int, np.integer)) for p in prompts)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list; a single one becomes a list of one."""
+    return [cast(Prompt, prompts)] if _is_single(prompts) else list(cast(Sequence[Prompt], prompts))

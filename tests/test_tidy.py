@@ -107,21 +107,23 @@ def test_sizes_and_places(path: Path) -> None:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert length <= FUNCTION_LINES_MAX, f"{path.name}: {node.name} has {length} lines, at most {FUNCTION_LINES_MAX}"
-    for name in set(re.findall(r"GLM53_[A-Z_]+", text)) & {n for n in re.findall(r"environ\S*?(GLM53_[A-Z_]+)", text)}:
+    for name in set(re.findall(r"environ\S*?(GLM53_[A-Z_]+)", text)):
         assert name in ENVIRONMENT, f"{path.name} reads {name}, which is not one of {sorted(ENVIRONMENT)}"
     if path.suffix == ".hip":
-        assert not re.search(r"0xffffffff|__syncthreads|threadIdx|warpSize|__builtin_amdgcn|__shfl", text), f"{path.name}: spell it as portable.h does"
+        foreign = re.findall(r"0xffffffff|__syncthreads|threadIdx|warpSize|__builtin_amdgcn\w*|__shfl\w*", text)
+        assert not foreign, f"{path.name} says {foreign}: spell it as portable.h does"
 
 
 def test_every_kernel_family_is_built() -> None:
     unit = (ROOT / "hipsrc" / "kernels" / "kernels.hip").read_text()
-    missing = [p.name for p in (ROOT / "hipsrc" / "kernels").glob("*.hip") if p.name != "kernels.hip" and f'"{p.name}"' not in unit]
+    families = {path.name for path in (ROOT / "hipsrc" / "kernels").glob("*.hip")} - {"kernels.hip"}
+    missing = sorted(name for name in families if f'"{name}"' not in unit)
     assert not missing, f"kernels.hip does not include {missing}"
 
 
 def test_top_level_stays_small() -> None:
     allowed = {"pyproject.toml", "hipsrc", "glm53", "scripts", "tests", "README.md", "CHANGELOG.md", "docs", "models", ".ci", ".gitignore", "LICENSE"}
-    tracked = {p.name for p in ROOT.iterdir() if p.name not in {".git", "build", "dist"} and not p.name.startswith(".") or p.name in allowed}
+    tracked = {p.name for p in ROOT.iterdir() if p.name not in {"build", "dist"} and not p.name.startswith(".")}
     extra = {name for name in tracked - allowed if not name.endswith(".egg-info")}
     assert not extra, f"new top-level entries {sorted(extra)}"
 

@@ -80,8 +80,8 @@ def run_selftest(runtime_name: str | None, device_index: int, thorough: bool, ec
         result = SelfTest(package_versions(device), dict(code_objects().get(device.arch, {})))
         for name, value in result.versions.items():
             say(f"{name:<12} {value}")
-        for name, value in result.code_object.items():
-            say(f"{'object ' + name:<16} {value}")
+        for name, fact in result.code_object.items():
+            say(f"{'object ' + name:<16} {fact}")
         say(f"{'check':<40} {'cases':>5} {'result':<6} {'seconds':>8}  worst error or reason")
         for family, cases in _families(thorough).items():
             _record(result, say, _run_family(device, family, cases))

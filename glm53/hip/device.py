@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from glm53.hip.module import Kernel, Module
 from glm53.hip.stream import Event, Stream
 
 
-def list_devices() -> list[dict[str, int | str]]:
+def list_devices() -> list[dict[str, Any]]:
     """One row per device of the runtime in use (chosen by default rules if none is): index, name, arch, total_bytes, free_bytes,
     pci_bus."""
-    rows: list[dict[str, int | str]] = []
+    rows: list[dict[str, Any]] = []
     for index in range(runtime.select().device_count):
         device = Device(index)
         rows.append(

@@ -11,6 +11,7 @@ Invariants (`ExtentPool.check` proves them):
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -122,4 +123,4 @@ class ExtentPool:
         assert self._free == sorted(set(self._free), reverse=True), "free list is not strictly descending"
         assert set(self._free) == {i for i, count in enumerate(self._count) if count == 0}, "free list differs from the zero counts"
         spans = sorted(self._address)
-        assert all(b - a >= self.shape.extent_bytes for a, b in zip(spans, spans[1:])), "extents overlap"
+        assert all(b - a >= self.shape.extent_bytes for a, b in itertools.pairwise(spans)), "extents overlap"

@@ -191,7 +191,7 @@ class Forward:
             matmul.matmul(stream, cut("h"), indexer.weights_proj, gate, kind=product)
         for start in range(0, count, self.score_rows):
             stop = min(start + self.score_rows, count)
-            tile = lambda array, start=start, stop=stop: array.slice(start, stop)  # noqa: E731
+            tile = lambda array, start=start, stop=stop: array.slice(start, stop)
             scores = self.scores.slice(0, stop - start)
             if scored:
                 selection.index_score(

@@ -27,7 +27,7 @@ class Sampler:
 
     def __init__(self, device: Device, stream: Stream, sessions_max: int, vocab: int):
         self.device, self.stream, self.sessions_max, self.vocab = device, stream, sessions_max, vocab
-        make = lambda dtype, *shape: Array.empty(device, dtype, shape, category="sampling")  # noqa: E731
+        make = lambda dtype, *shape: Array.empty(device, dtype, shape, category="sampling")
         self.params = make(DType.U8, sessions_max, sampling.ROW_BYTES)
         self.tokens = make(DType.I32, sessions_max)
         self.logprobs = make(DType.F32, sessions_max)
@@ -54,7 +54,7 @@ class Sampler:
         )
         self.params.slice(0, count).upload(packed, self.stream)
         wants_top = any(params.logprobs for _, params, _, _ in rows)
-        cut = lambda array: array.slice(0, count)  # noqa: E731
+        cut = lambda array: array.slice(0, count)
         tops = (cut(self.top_ids), cut(self.top_logprobs)) if wants_top else None
         sampling.sample(self.stream, logits, cut(self.params), self.seen, cut(self.tokens), cut(self.logprobs), tops)
         if self.seen is not None and any(params.penalises for _, params, _, _ in rows):
@@ -69,6 +69,6 @@ class Sampler:
         for i, (_, params, _, _) in enumerate(rows):
             top: tuple[tuple[int, float], ...] = ()
             if ids is not None and values is not None and params.logprobs:
-                top = tuple((int(t), float(v)) for t, v in zip(ids[i][: params.logprobs], values[i]) if t >= 0)
+                top = tuple((int(t), float(v)) for t, v in zip(ids[i][: params.logprobs], values[i][: params.logprobs], strict=True) if t >= 0)
             drawn.append(Drawn(int(tokens[i]), float(logprobs[i]), top))
         return drawn

@@ -354,7 +354,7 @@ class copy_words_args(Args):
 
 def structs() -> list[type[Args]]:
     """All argument structs, in order of definition."""
-    return [s for s in Args.__subclasses__()]
+    return Args.__subclasses__()
 
 
 def header() -> str:

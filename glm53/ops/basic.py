@@ -83,8 +83,8 @@ def rope(stream: Stream, x: Array, positions: Array, inv_freq: Array, offset: in
     dims.match("positions", positions, "rows", dtype=DType.I32)
     dims.match("inv_freq", inv_freq, "pairs", dtype=DType.F32)
     dim, columns = 2 * dims["pairs"], dims["head_columns"]
-    span = f"[{offset}, {offset + dim})"
-    dims.require(offset >= 0 and offset + dim <= columns, f"columns {span} rotate, expected within head_columns={columns} (bound by x dim 2)")
+    text = f"columns [{offset}, {offset + dim}) rotate, expected within head_columns={columns} (bound by x dim 2)"
+    dims.require(offset >= 0 and offset + dim <= columns, text)
     args = rope_args(x.address, positions.address, inv_freq.address, dims["heads"] * columns, columns, dims["heads"], offset, dim)
     launch(stream, variant("rope", _T_VARIANTS, x.dtype), (dims["rows"], 1, 1), args)
 

@@ -19,7 +19,7 @@ constexpr uint32_t THREADS = SCAN_THREADS;
 constexpr uint32_t ITEMS = 8;                // consecutive tokens a work-item where token order matters
 constexpr uint32_t TILE = THREADS * ITEMS;   // THREADS tiles at most: vocab <= 524,288
 constexpr uint32_t LOGPROBS_MAX = 32;
-constexpr uint32_t NO_ID_LIMIT = 0xffffffffu;
+constexpr uint32_t NO_ID_LIMIT = ~0u;
 
 enum weight_kind { COUNT, MASS, TIE };
 
@@ -79,6 +79,13 @@ template <int KIND> DEVICE uint64_t weigh(const row_view& v, uint32_t key, uint3
   return mass >= v.mass_min ? mass : 0;
 }
 
+// Upper 64 bits of the 128-bit product.
+DEVICE uint64_t high_product(uint64_t a, uint64_t b) {
+  uint64_t a0 = (uint32_t)a, a1 = a >> 32, b0 = (uint32_t)b, b1 = b >> 32;
+  uint64_t mid = a1 * b0 + (a0 * b0 >> 32), cross = a0 * b1 + (uint32_t)mid;
+  return a1 * b1 + (mid >> 32) + (cross >> 32);
+}
+
 // The first token in token order at which the running weight exceeds the target: `point` itself, or for MASS the fraction
 // point / 2^64 of the whole weight. The whole weight must exceed the target.
 template <int KIND> DEVICE uint32_t locate(const row_view& v, uint64_t point, workspace* w) {
@@ -95,12 +102,7 @@ template <int KIND> DEVICE uint32_t locate(const row_view& v, uint64_t point, wo
   uint64_t total, mine = w->histogram[t];
   uint64_t before = block_prefix(mine, w->scan, &total);
   uint64_t target = point;
-  if (KIND == MASS) {
-    uint64_t low = (point & 0xffffffffu) * (total & 0xffffffffu);
-    uint64_t mid = (point >> 32) * (total & 0xffffffffu) + (low >> 32);
-    uint64_t cross = (point & 0xffffffffu) * (total >> 32) + (mid & 0xffffffffu);
-    target = (point >> 32) * (total >> 32) + (mid >> 32) + (cross >> 32);
-  }
+  if (KIND == MASS) target = high_product(point, total);
   if (before <= target && target - before < mine) w->found = {t, target - before};
   block_sync();
   uint32_t first = w->found.prefix * TILE + t * ITEMS;

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+CXX = shutil.which("g++") or shutil.which("clang++")
 BLOCK = 96
 
 SOURCE = """
@@ -102,7 +102,12 @@ RUN_BLOCKS = ctypes.CFUNCTYPE(
 
 
 class Module(ctypes.Structure):
-    _fields_ = [("abi", ctypes.c_uint32), ("kernel_count", ctypes.c_uint32), ("kernels", ctypes.POINTER(Kernel)), ("run_blocks", RUN_BLOCKS)]
+    _fields_ = [
+        ("abi", ctypes.c_uint32),
+        ("kernel_count", ctypes.c_uint32),
+        ("kernels", ctypes.POINTER(Kernel)),
+        ("run_blocks", RUN_BLOCKS),
+    ]
 
 
 class Library:
@@ -229,7 +234,8 @@ def test_lds_overrun_is_caught_by_address_sanitizer(tmp_path: Path) -> None:
     if not Path(libasan).is_absolute():
         pytest.skip("the compiler has no libasan.so")
     path = build(tmp_path, "-fsanitize=address,undefined", "-g1")
-    script = "import sys, numpy as np; from tests.kernels.test_fibers import Library; lib = Library(sys.argv[1]); out = np.zeros(96, np.float32)\n"
+    script = "import sys, numpy as np; from tests.kernels.test_fibers import Library\n"
+    script += "lib = Library(sys.argv[1]); out = np.zeros(96, np.float32)\n"
     script += "for name in ('sums', 'reversed', 'divergent_barrier', 'sums'): lib.run(name, out)\n"
     script += "print('before'); lib.run('overruns', out, shift=int(sys.argv[2])); print('after')"
     environment = os.environ | {"LD_PRELOAD": libasan, "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0", "PYTHONPATH": str(ROOT)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 
 from glm53 import Engine, SamplingParams
 from glm53.errors import CheckpointError, DeviceMemoryError, InputError
+from glm53.hip import Device
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["In the beginning", "It was a bright cold day in April, and the clocks", "The Lord said unto", "My dear Mr. Bennet,"]
 
 
 @pytest.fixture(autouse=True)
-def stores_stay_sound(request: pytest.FixtureRequest) -> None:
+def stores_stay_sound(request: pytest.FixtureRequest) -> Iterator[None]:
     if "demo_engine" in request.fixturenames:
         engine: Engine = request.getfixturevalue("demo_engine")
         yield
@@ -36,11 +38,14 @@ def test_generates_and_streams_the_same(demo_engine: Engine) -> None:
     assert [c.finish_reason for c in chunks] == [None] * 11 + ["length"]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, seed=5, max_tokens=12)])
+FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, seed=5, max_tokens=12)
+
+
+@pytest.mark.parametrize("params", [GREEDY, FILTERED])
 def test_batched_equals_alone(demo_engine: Engine, params: SamplingParams) -> None:
     alone = [demo_engine.generate(p, params) for p in PROMPTS]
     together = demo_engine.generate(PROMPTS, params)
-    for a, b in zip(alone, together):
+    for a, b in zip(alone, together, strict=True):
         assert a.token_ids == b.token_ids and a.text == b.text
     more_than_sessions = demo_engine.generate(PROMPTS + PROMPTS[:2], params)
     assert [c.token_ids for c in more_than_sessions] == [c.token_ids for c in alone + alone[:2]]
@@ -52,7 +57,7 @@ def test_batched_logits_equal_alone_bit_for_bit(demo_engine: Engine) -> None:
     assert [c.logprobs for c in every] == [c.logprobs for c in together]
     for entry in every[0].logprobs:
         assert entry.top[0] == (entry.token_id, entry.logprob) and len(entry.top) == 20
-        assert all(a[1] >= b[1] for a, b in zip(entry.top, entry.top[1:]))
+        assert all(a[1] >= b[1] for a, b in itertools.pairwise(entry.top))
 
 
 def test_chunk_size_leaves_every_bit_alone(make_checkpoint: Callable[..., Path]) -> None:
@@ -80,7 +85,7 @@ def test_extent_size_leaves_every_bit_alone(make_checkpoint: Callable[..., Path]
 
 
 def test_seed_repeats_and_differs(demo_engine: Engine) -> None:
-    sample = lambda seed: demo_engine.generate(PROMPTS[0], SamplingParams(seed=seed, max_tokens=12)).token_ids  # noqa: E731
+    sample = lambda seed: demo_engine.generate(PROMPTS[0], SamplingParams(seed=seed, max_tokens=12)).token_ids
     assert sample(1) == sample(1)
     assert len({sample(seed) for seed in range(4)}) > 1
     fresh = demo_engine.generate(PROMPTS[0], SamplingParams(max_tokens=12))
@@ -158,12 +163,29 @@ def test_unknown_setting(demo_path: Path) -> None:
         Engine.open(demo_path, prefil_chunk_rows=3)
 
 
-def test_not_enough_device_memory(demo_path: Path) -> None:
-    with pytest.raises(DeviceMemoryError, match="workspace|history|tables|weights") as caught:
-        Engine.open(demo_path, dtype="f32", prefill_chunk_rows=30000, sessions_max=4096)
-    assert "free" in str(caught.value)
+@pytest.mark.parametrize("spare_mib, category", [(20, "weights"), (90, "workspace")])
+def test_not_enough_device_memory(demo_path: Path, spare_mib: int, category: str) -> None:
+    with Device(0) as device:
+        ballast = device.alloc(device.free_bytes() - (spare_mib << 20), category="ballast")
+        before = device.free_bytes()
+        with pytest.raises(DeviceMemoryError, match=category) as caught:
+            Engine.open(demo_path, dtype="f32")
+        assert "free" in str(caught.value) and device.free_bytes() == before
+        ballast.free()
+
+
+def test_history_that_does_not_fit_ends_the_request_only(demo_path: Path) -> None:
+    with Engine.open(demo_path, dtype="f32", context_rows_max=8192, extent_rows=1024) as engine:
+        ballast = engine.device.alloc(engine.device.free_bytes() - (30 << 20), category="ballast")
+        prompt = engine.encode("And it came to pass that ") * 300
+        with pytest.raises(DeviceMemoryError, match="history"):
+            engine.generate(prompt, GREEDY)
+        ballast.free()
+        for store in (engine.rows, engine.keys):
+            store.check()
+        assert len(engine.generate(PROMPTS[0], GREEDY).token_ids) == 12
 
 
 def test_missing_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         Engine.open(tmp_path)

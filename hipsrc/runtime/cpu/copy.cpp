@@ -36,7 +36,7 @@ Side side_of(const Memory& memory, uint64_t address, uint64_t bytes) {
     return side;
   }
   side.pageable = true;
-  side.valid = host_range_mapped(address, bytes);
+  side.valid = !memory.out_of_bounds(address) && host_range_mapped(address, bytes);
   return side;
 }
 

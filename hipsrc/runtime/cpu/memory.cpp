@@ -279,6 +279,22 @@ Place Memory::find(uint64_t address) const {
   return {found->block, found->alias, address - start, found->end - address};
 }
 
+bool Memory::out_of_bounds(uint64_t address) const {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  for (const Freed& freed : freed_) {
+    if (address >= freed.map && address < freed.map + freed.map_bytes) return true;
+  }
+  auto next = entries_.upper_bound(address);
+  auto in_map = [&](const Entry& entry) {
+    const Block& block = *entry.block;
+    if (block.kind == Kind::registered && !entry.alias) return false;  // pages of the process around a registered range
+    uint64_t map = entry.alias ? block.alias_map : block.map, bytes = entry.alias ? block.alias_map_bytes : block.map_bytes;
+    return address >= map && address < map + bytes;
+  };
+  if (next != entries_.end() && in_map(next->second)) return true;
+  return next != entries_.begin() && (--next, address >= next->second.end) && in_map(next->second);
+}
+
 bool Memory::may_touch(int device, uint64_t address, uint64_t bytes) const {
   static thread_local Last last;
   uint64_t generation = generation_.load(std::memory_order_acquire);

@@ -61,6 +61,8 @@ class Memory {
   hipError_t host_unregister(uint64_t address);
 
   Place find(uint64_t address) const;
+  // Is the address in a red zone or in freed memory that is still kept? Then it is nobody's host memory either.
+  bool out_of_bounds(uint64_t address) const;
   // [address, address + bytes) in one block that kernels of `device` may touch, by device addresses. Cached per thread.
   bool may_touch(int device, uint64_t address, uint64_t bytes) const;
   // Why not, in words, for the message of an illegal access.
