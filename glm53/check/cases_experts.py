@@ -101,9 +101,7 @@ def run_sort(kind: str, rows: int, slots: int, count: int, device: Device) -> Co
     with Bench(device) as bench:
         offsets, pairs = bench.poison(DType.I32, (count + 1,)), bench.poison(DType.I32, ids.shape)
         experts.expert_sort(bench.stream, bench.put(ids), offsets, pairs)
-        return worst_of(
-            compare("offsets", bench.read(offsets), want_offsets), compare("sorted pairs", bench.read(pairs).reshape(-1), want_pairs)
-        )
+        return worst_of(compare("offsets", bench.read(offsets), want_offsets), compare("sorted pairs", bench.read(pairs).reshape(-1), want_pairs))
 
 
 # Expert products

@@ -102,9 +102,7 @@ def run_sample(kind: str, vocab: int, draws: tuple[Draw, ...], device: Device) -
     logits = fill_logits(kind, rows, vocab)
     seen = (np.random.default_rng(vocab).random((3, vocab)) < 0.4).astype(np.uint8)
     want_tokens = np.array([reference.sample(logits[r], d, seen) for r, d in enumerate(draws)], np.int32)
-    want_logprobs = np.array(
-        [reference.log_probabilities(logits[r])[t] if t >= 0 else -np.inf for r, t in enumerate(want_tokens)], np.float32
-    )
+    want_logprobs = np.array([reference.log_probabilities(logits[r])[t] if t >= 0 else -np.inf for r, t in enumerate(want_tokens)], np.float32)
     wanted = [reference.top_logprobs(logits[r], d.logprobs or 0, TOPS) for r, d in enumerate(draws)]
     with Bench(device) as bench:
         marks = bench.put(seen)

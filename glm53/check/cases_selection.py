@@ -67,9 +67,7 @@ class Scoring:
     plane: int = 0
 
 
-def score(
-    bench: Bench, case: Scoring, histories: Histories, query: np.ndarray, gate: np.ndarray, rows: tuple[tuple[int, int], ...]
-) -> Array:
+def score(bench: Bench, case: Scoring, histories: Histories, query: np.ndarray, gate: np.ndarray, rows: tuple[tuple[int, int], ...]) -> Array:
     """Runs the kernel; scores [rows, columns], poisoned before."""
     columns = max(case.contexts)
     scores = bench.poison(DType.F32, (len(rows), columns))
@@ -175,9 +173,7 @@ def run_plan(device: Device) -> Comparison:
     with Bench(device) as bench:
         histories = lay_out(bench, [draw(s, (2, n, 16)) for s, n in enumerate(contexts)], 64, DType.F32)
         plan = bench.poison(DType.U64, (5, k))
-        selection.plan_resident(
-            bench.stream, bench.put(selected), bench.put(counts), histories.tables, bench.put(sessions), plan, histories.shape
-        )
+        selection.plan_resident(bench.stream, bench.put(selected), bench.put(counts), histories.tables, bench.put(sessions), plan, histories.shape)
         want = reference.plan_resident(selected, counts, histories.addresses, sessions, 64, histories.shape.row_bytes)
         return compare("plan", bench.read(plan), want)
 

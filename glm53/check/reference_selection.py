@@ -8,9 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def index_scores(
-    query: np.ndarray, gate: np.ndarray, keys: list[np.ndarray], positions: np.ndarray, columns: int
-) -> tuple[np.ndarray, np.ndarray]:
+def index_scores(query: np.ndarray, gate: np.ndarray, keys: list[np.ndarray], positions: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Scores [rows, columns] f32, NaN past positions[r], and their error scale (the sum of absolute products).
 
     query [rows, heads, dim], gate [rows, heads], keys[r] [context, dim] of the row's session, positions [rows].
@@ -41,9 +39,7 @@ def topk(scores: np.ndarray, positions: np.ndarray, k: int) -> tuple[np.ndarray,
     return selected, counts
 
 
-def plan_resident(
-    selected: np.ndarray, counts: np.ndarray, tables: np.ndarray, sessions: np.ndarray, extent_rows: int, row_bytes: int
-) -> np.ndarray:
+def plan_resident(selected: np.ndarray, counts: np.ndarray, tables: np.ndarray, sessions: np.ndarray, extent_rows: int, row_bytes: int) -> np.ndarray:
     """[rows, k] u64: address of plane 0 of each selected row, 0 past the count."""
     plan = np.zeros(selected.shape, np.uint64)
     for r, count in enumerate(counts):

@@ -74,8 +74,7 @@ class Array:
         nbytes = math.prod(shape) * dtype.item_bytes
         if min(shape, default=0) < 0 or offset_bytes < 0 or offset_bytes + nbytes > buffer.byte_count:
             raise ValueError(
-                f"array {dtype.label}{list(shape)} at offset {offset_bytes} needs {nbytes} bytes, "
-                f"but {buffer.category!r} has {buffer.byte_count}"
+                f"array {dtype.label}{list(shape)} at offset {offset_bytes} needs {nbytes} bytes, but {buffer.category!r} has {buffer.byte_count}"
             )
         if (buffer.address + offset_bytes) % dtype.item_bytes:
             address = buffer.address + offset_bytes

@@ -188,9 +188,7 @@ class Device:
         """Ends streams and the module; again is not an error. Raises LifetimeError listing live buffers by category; free_buffers=True
         frees them instead."""
         if self.live and not free_buffers:
-            raise LifetimeError(
-                f"device {self.index} is closed with live buffers: {self.live_text()}; next: free them, or close(free_buffers=True)"
-            )
+            raise LifetimeError(f"device {self.index} is closed with live buffers: {self.live_text()}; next: free them, or close(free_buffers=True)")
         self.closed = True
         try:
             for stream in list(self._streams):

@@ -84,9 +84,7 @@ class Module:
         if found is None:
             entry = manifest()["kernels"].get(name)
             if entry is None:
-                raise RuntimeUnavailable(
-                    f"no kernel {name!r} in {self.path.name}; next: pip install . again if the code is newer than the build"
-                )
+                raise RuntimeUnavailable(f"no kernel {name!r} in {self.path.name}; next: pip install . again if the code is newer than the build")
             with self.device.current():
                 function = calls.module_function(self._handle, name)
             found = self._kernels[name] = Kernel(self.device, name, function, entry)

@@ -269,8 +269,7 @@ def _stand_in(name: str) -> str:
     path = native_directory() / name / f"{LIBRARY}.so"
     if not path.is_file():
         raise RuntimeUnavailable(
-            f"the {name} runtime is not built: {path} does not exist; "
-            "next: pip install . in a clone of the source (needs CMake and a C++ compiler)"
+            f"the {name} runtime is not built: {path} does not exist; next: pip install . in a clone of the source (needs CMake and a C++ compiler)"
         )
     return str(path)
 
@@ -317,9 +316,7 @@ def _open(wanted: str) -> RuntimeInfo:
         count = calls.device_count()
         versions = calls.runtime_version(), calls.driver_version()
     except HipError as error:
-        raise RuntimeUnavailable(
-            f"the {name} runtime ({library}) does not answer: {error}; next: {VARIABLE}=cpu runs without a GPU"
-        ) from error
+        raise RuntimeUnavailable(f"the {name} runtime ({library}) does not answer: {error}; next: {VARIABLE}=cpu runs without a GPU") from error
     if count == 0:
         raise RuntimeUnavailable(f"the {name} runtime ({library}) has no device; next: {VARIABLE}=cpu runs without a GPU")
     return RuntimeInfo(name, library, reason, binding.label, versions[0], versions[1], count)

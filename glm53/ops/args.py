@@ -138,8 +138,8 @@ class topk_args(Args):
     """The min(k, positions[r] + 1) positions with the largest score, ties to the lowest position, written in ascending position order."""
 
     _fields_ = [
-        ("scores", c_void_p),  # [rows, score_stride] f32; columns past positions[r] are not read
-        ("positions", c_void_p),  # [rows] i32
+        ("scores", c_void_p),  # [rows, score_stride] f32; columns past positions[r] are not read, and none while positions[r] < k
+        ("positions", c_void_p),  # [rows] i32; -1: no position, count 0
         ("selected", c_void_p),  # [rows, k] i32; entries past counts[r] are -1
         ("counts", c_void_p),  # [rows] i32
         ("score_stride", c_uint32),
@@ -186,7 +186,7 @@ class attend_args(Args):
 
 
 class router_args(Args):
-    """Sigmoid router with correction bias: pick by sigmoid + bias (groups first if n_group > 1), weigh by sigmoid, ties to the lowest id."""
+    """Sigmoid router with correction bias: pick by sigmoid + bias (groups first if n_group > 1), weigh by sigmoid, ties to the lowest."""
 
     _fields_ = [
         ("logits", c_void_p),  # [rows, experts] f32
@@ -264,15 +264,15 @@ class sample_row(Args):
 
 
 class sample_args(Args):
-    """Draws one token per row: repetition penalty, temperature, top-k, top-p, min-p, then the inverse distribution at a Philox 4x32-10 draw keyed by
-    (seed, position). Log-probabilities are those of the raw logits (before penalty, temperature and filters)."""
+    """Draws one token per row: repetition penalty, temperature, top-k, top-p, min-p, then the inverse distribution at a Philox 4x32-10 draw
+    keyed by (seed, position). Log-probabilities are those of the raw logits (before penalty, temperature and filters)."""
 
     _fields_ = [
         ("logits", c_void_p),  # [rows, vocab] f32
         ("params", c_void_p),  # [rows] sample_row
         ("seen", c_void_p),  # [.., vocab] u8, 1: the token stands in the prompt or output; null if no row has a penalty
-        ("tokens", c_void_p),  # [rows] i32 out
-        ("logprobs", c_void_p),  # [rows] f32 out: of the token drawn
+        ("tokens", c_void_p),  # [rows] i32 out; -1 if no logit is above -inf
+        ("logprobs", c_void_p),  # [rows] f32 out: of the token drawn; or null
         ("top_ids", c_void_p),  # [rows, max_logprobs] i32 out, or null
         ("top_logprobs", c_void_p),  # [rows, max_logprobs] f32 out, or null
         ("vocab", c_uint32),

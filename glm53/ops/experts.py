@@ -44,9 +44,7 @@ def router(
     d.require(n_group >= 1 and experts % n_group == 0, f"n_group is {n_group}, expected a divisor of experts={experts}")
     d.require(1 <= topk_group <= n_group, f"topk_group is {topk_group}, expected 1 to n_group={n_group}")
     open_experts = experts // n_group * topk_group
-    d.require(
-        slots <= min(open_experts, limits["slots_max"]), f"slots is {slots}, expected at most {min(open_experts, limits['slots_max'])}"
-    )
+    d.require(slots <= min(open_experts, limits["slots_max"]), f"slots is {slots}, expected at most {min(open_experts, limits['slots_max'])}")
     args = router_args(
         logits=logits.address,
         bias=bias.address,

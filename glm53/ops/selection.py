@@ -48,9 +48,7 @@ def index_score(
     limits = stream.device.kernel(name).constants
     d.require(heads <= limits["heads_max"] and dim <= limits["dim_max"], f"heads is {heads}, dim {dim}, expected at most 64 and 128")
     d.require(heads * dim <= limits["query_max"], f"heads * dim is {heads * dim}, expected at most {limits['query_max']}")
-    d.require(
-        shape.row_bytes == dim * query.dtype.item_bytes, f"shape.row_bytes is {shape.row_bytes}, expected dim * {query.dtype.item_bytes}"
-    )
+    d.require(shape.row_bytes == dim * query.dtype.item_bytes, f"shape.row_bytes is {shape.row_bytes}, expected dim * {query.dtype.item_bytes}")
     d.require(0 <= plane < shape.planes, f"plane is {plane}, expected below {shape.planes}")
     d.require(1 <= context <= d["columns"], f"context is {context}, expected 1 to columns={d['columns']} (bound by scores dim 1)")
     d.require(

@@ -14,6 +14,7 @@ from hip_fakes import FAKE_HIP, compile_library
 
 ROOT = Path(__file__).resolve().parents[2]
 
+
 @pytest.fixture(scope="session")
 def fake_hip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_library(FAKE_HIP, tmp_path_factory.mktemp("fake") / "libamdhip64.so")

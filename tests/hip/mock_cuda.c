@@ -1,5 +1,5 @@
-/* mock_cuda.c - a libcuda.so.1 without a GPU, for tests of the cuda runtime: each call appends a line to a log, memory is the host's, streams
- * run at once, graphs replay counter_step launches. mock_fail(name, code) makes the next call of that name return code. */
+/* mock_cuda.c - a libcuda.so.1 without a GPU, for tests of the cuda runtime: each call appends a line to a log, memory is the host's,
+ * streams run at once, graphs replay counter_step launches. mock_fail(name, code) makes the next call of that name return code. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,7 +35,13 @@ static int note(const char* name, const char* text) {
   if (fail_code && !strcmp(fail_name, name)) { int code = fail_code; fail_code = 0; return code; }
   return 0;
 }
-#define NOTE(name, ...) do { char text[400]; snprintf(text, sizeof text, __VA_ARGS__); int error = note(name, text); if (error) return error; } while (0)
+#define NOTE(name, ...)                        \
+  do {                                         \
+    char text[400];                            \
+    snprintf(text, sizeof text, __VA_ARGS__);  \
+    int error = note(name, text);              \
+    if (error) return error;                   \
+  } while (0)
 #define NEED_CONTEXT if (!current) return 201
 
 int cuInit(unsigned flags) { NOTE("cuInit", "%u", flags); return 0; }
@@ -65,7 +71,11 @@ int cuDevicePrimaryCtxRetain(void** c, int d) { NOTE("cuDevicePrimaryCtxRetain",
 int cuCtxGetCurrent(void** c) { *c = current; return 0; }
 int cuCtxSetCurrent(void* c) { NOTE("cuCtxSetCurrent", "%d", (int)((char*)c - contexts)); current = c; return 0; }
 int cuCtxSynchronize(void) { NEED_CONTEXT; NOTE("cuCtxSynchronize", "%s", ""); return 0; }
-int cuCtxEnablePeerAccess(void* c, unsigned f) { NEED_CONTEXT; NOTE("cuCtxEnablePeerAccess", "%d, %u", (int)((char*)c - contexts), f); return 0; }
+int cuCtxEnablePeerAccess(void* c, unsigned f) {
+  NEED_CONTEXT;
+  NOTE("cuCtxEnablePeerAccess", "%d, %u", (int)((char*)c - contexts), f);
+  return 0;
+}
 int cuCtxDisablePeerAccess(void* c) { NEED_CONTEXT; NOTE("cuCtxDisablePeerAccess", "%d", (int)((char*)c - contexts)); return 0; }
 int cuMemAlloc_v2(Address* a, size_t n) {
   NEED_CONTEXT;
@@ -78,13 +88,22 @@ int cuMemAlloc_v2(Address* a, size_t n) {
   *a = (Address)(uintptr_t)p;
   return 0;
 }
-int cuMemFree_v2(Address a) { NEED_CONTEXT; NOTE("cuMemFree_v2", "%d", (int)((char*)current - contexts)); free((void*)(uintptr_t)a); return 0; }
+int cuMemFree_v2(Address a) {
+  NEED_CONTEXT;
+  NOTE("cuMemFree_v2", "%d", (int)((char*)current - contexts));
+  free((void*)(uintptr_t)a);
+  return 0;
+}
 int cuMemGetInfo_v2(size_t* f, size_t* t) { NEED_CONTEXT; *t = 1 << 30; *f = *t - allocated[(char*)current - contexts]; return 0; }
 int cuMemHostAlloc(void** p, size_t n, unsigned f) { NEED_CONTEXT; NOTE("cuMemHostAlloc", "%zu, %u", n, f); *p = malloc(n); return 0; }
 int cuMemFreeHost(void* p) { NOTE("cuMemFreeHost", "%s", ""); free(p); return 0; }
 int cuMemHostRegister_v2(void* p, size_t n, unsigned f) { (void)p; NEED_CONTEXT; NOTE("cuMemHostRegister_v2", "%zu, %u", n, f); return 0; }
 int cuMemHostUnregister(void* p) { (void)p; NOTE("cuMemHostUnregister", "%s", ""); return 0; }
-int cuMemHostGetDevicePointer_v2(Address* a, void* p, unsigned f) { NOTE("cuMemHostGetDevicePointer_v2", "%u", f); *a = (Address)(uintptr_t)p; return 0; }
+int cuMemHostGetDevicePointer_v2(Address* a, void* p, unsigned f) {
+  NOTE("cuMemHostGetDevicePointer_v2", "%u", f);
+  *a = (Address)(uintptr_t)p;
+  return 0;
+}
 int cuPointerGetAttributes(unsigned n, int* what, void** out, Address a) {
   for (unsigned i = 0; i < n; i++) switch (what[i]) {
     case 2: *(unsigned*)out[i] = pointer_type; break;
@@ -104,7 +123,19 @@ int cuMemcpyPeerAsync(Address t, void* tc, Address s, void* sc, size_t n, void* 
   NOTE("cuMemcpyPeerAsync", "%d, %d, %zu", (int)((char*)tc - contexts), (int)((char*)sc - contexts), n);
   return copy(t, s, n);
 }
-struct copy2d { size_t sx, sy; unsigned st; const void* sh; Address sd; void* sa; size_t sp, tx, ty; unsigned tt; void* th; Address td; void* ta; size_t tp, w, h; };
+struct copy2d {
+  size_t sx, sy;
+  unsigned st;
+  const void* sh;
+  Address sd;
+  void* sa;
+  size_t sp, tx, ty;
+  unsigned tt;
+  void* th;
+  Address td;
+  void* ta;
+  size_t tp, w, h;
+};
 int cuMemcpy2DAsync_v2(const struct copy2d* c, void* q) {
   (void)q;
   NOTE("cuMemcpy2DAsync_v2", "%u, %u, %zu, %zu, %zu, %zu", c->st, c->tt, c->sp, c->tp, c->w, c->h);
@@ -117,17 +148,37 @@ int cuMemcpyDtoH_v2(void* t, Address s, size_t n) { NOTE("cuMemcpyDtoH_v2", "%zu
 int cuMemcpyHtoD_v2(Address t, const void* s, size_t n) { NOTE("cuMemcpyHtoD_v2", "%zu", n); return copy(t, (Address)(uintptr_t)s, n); }
 int cuMemcpyDtoHAsync_v2(void* t, Address s, size_t n, void* q) { (void)q; return copy((Address)(uintptr_t)t, s, n); }
 int cuMemcpyHtoDAsync_v2(Address t, const void* s, size_t n, void* q) { (void)q; return copy(t, (Address)(uintptr_t)s, n); }
-int cuMemsetD8_v2(Address t, unsigned char v, size_t n) { NOTE("cuMemsetD8_v2", "%u, %zu", v, n); memset((void*)(uintptr_t)t, v, n); return 0; }
-int cuMemsetD8Async(Address t, unsigned char v, size_t n, void* q) { (void)q; NOTE("cuMemsetD8Async", "%u, %zu", v, n); memset((void*)(uintptr_t)t, v, n); return 0; }
+int cuMemsetD8_v2(Address t, unsigned char v, size_t n) {
+  NOTE("cuMemsetD8_v2", "%u, %zu", v, n);
+  memset((void*)(uintptr_t)t, v, n);
+  return 0;
+}
+int cuMemsetD8Async(Address t, unsigned char v, size_t n, void* q) {
+  (void)q;
+  NOTE("cuMemsetD8Async", "%u, %zu", v, n);
+  memset((void*)(uintptr_t)t, v, n);
+  return 0;
+}
 static void* handle(void) { return (void*)(uintptr_t)(0x1000 + 16 * ++handles); }
 int cuStreamCreate(void** s, unsigned f) { NEED_CONTEXT; NOTE("cuStreamCreate", "%u", f); *s = handle(); return 0; }
-int cuStreamCreateWithPriority(void** s, unsigned f, int p) { NEED_CONTEXT; NOTE("cuStreamCreateWithPriority", "%u, %d", f, p); *s = handle(); return 0; }
+int cuStreamCreateWithPriority(void** s, unsigned f, int p) {
+  NEED_CONTEXT;
+  NOTE("cuStreamCreateWithPriority", "%u, %d", f, p);
+  *s = handle();
+  return 0;
+}
 int cuStreamDestroy_v2(void* s) { (void)s; NOTE("cuStreamDestroy_v2", "%s", ""); return 0; }
 int cuStreamSynchronize(void* s) { NOTE("cuStreamSynchronize", "%s", s ? "stream" : "null"); return 0; }
 int cuStreamQuery(void* s) { (void)s; return event_status; }
 int cuStreamWaitEvent(void* s, void* e, unsigned f) { (void)s; (void)e; NOTE("cuStreamWaitEvent", "%u", f); return 0; }
 int cuStreamIsCapturing(void* s, int* v) { (void)s; *v = capture_status; return 0; }
-int cuStreamBeginCapture_v2(void* s, int m) { (void)s; NOTE("cuStreamBeginCapture_v2", "%d", m); capture_status = 1; recorded_count = 0; return 0; }
+int cuStreamBeginCapture_v2(void* s, int m) {
+  (void)s;
+  NOTE("cuStreamBeginCapture_v2", "%d", m);
+  capture_status = 1;
+  recorded_count = 0;
+  return 0;
+}
 int cuStreamEndCapture(void* s, void** g) { (void)s; NOTE("cuStreamEndCapture", "%s", ""); capture_status = 0; *g = recorded; return 0; }
 int cuEventCreate(void** e, unsigned f) { NEED_CONTEXT; NOTE("cuEventCreate", "%u", f); *e = handle(); return 0; }
 int cuEventRecord(void* e, void* s) { (void)e; (void)s; NOTE("cuEventRecord", "%s", ""); return 0; }
@@ -138,7 +189,12 @@ int cuEventDestroy_v2(void* e) { (void)e; return 0; }
 int cuModuleLoad(void** m, const char* path) { NEED_CONTEXT; NOTE("cuModuleLoad", "%s", path); *m = handle(); return 0; }
 int cuModuleLoadData(void** m, const void* p) { (void)p; NOTE("cuModuleLoadData", "%s", ""); *m = handle(); return 0; }
 int cuModuleUnload(void* m) { (void)m; return 0; }
-int cuModuleGetFunction(void** f, void* m, const char* name) { (void)m; if (!strcmp(name, "absent")) return 500; *f = strdup(name); return 0; }
+int cuModuleGetFunction(void** f, void* m, const char* name) {
+  (void)m;
+  if (!strcmp(name, "absent")) return 500;
+  *f = strdup(name);
+  return 0;
+}
 int cuFuncGetAttribute(int* v, int what, void* f) { (void)f; *v = 100 + what; return 0; }
 static void run(const char* name, const unsigned char* args) {
   if (strcmp(name, "counter_step")) return;
@@ -149,7 +205,8 @@ static void run(const char* name, const unsigned char* args) {
   memcpy(&slot, args + 16, 4);
   state[slot] = state[slot] * 6364136223846793005ull + *step;
 }
-int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned lds, void* s, void** params, void** extra) {
+int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned lds, void* s,
+                   void** params, void** extra) {
   (void)s;
   NEED_CONTEXT;
   struct call* c = &recorded[recorded_count % 64];
@@ -165,8 +222,20 @@ int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   else run(c->name, c->args);
   return 0;
 }
-int cuGraphInstantiateWithFlags(void** x, void* g, unsigned long long f) { (void)g; NOTE("cuGraphInstantiateWithFlags", "%llu", f); *x = handle(); return 0; }
-int cuGraphLaunch(void* x, void* s) { (void)x; (void)s; for (int i = 0; i < recorded_count; i++) run(recorded[i].name, recorded[i].args); return 0; }
+int cuGraphInstantiateWithFlags(void** x, void* g, unsigned long long f) {
+  (void)g;
+  NOTE("cuGraphInstantiateWithFlags", "%llu", f);
+  *x = handle();
+  return 0;
+}
+int cuGraphLaunch(void* x, void* s) {
+  (void)x;
+  (void)s;
+  for (int i = 0;
+  i < recorded_count;
+  i++) run(recorded[i].name, recorded[i].args);
+  return 0;
+}
 int cuGraphGetNodes(void* g, void** n, size_t* c) { (void)g; (void)n; *c = (size_t)recorded_count; return 0; }
 int cuGraphExecDestroy(void* x) { (void)x; return 0; }
 int cuGraphDestroy(void* g) { (void)g; return 0; }

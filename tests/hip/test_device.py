@@ -184,9 +184,7 @@ def test_kernels_reach_host_memory(device: Device, coherent: bool) -> None:
     memory = np.zeros(16384, np.uint8)
     registered = device.host_register(memory[-memory.ctypes.data % 4096 :][:8192], coherent)
     allocated.array[:] = values
-    device.kernel("copy_words").launch(
-        device.default_stream, (1, 1, 1), copy_words_args(allocated.device_address, registered.device_address, 512)
-    )
+    device.kernel("copy_words").launch(device.default_stream, (1, 1, 1), copy_words_args(allocated.device_address, registered.device_address, 512))
     device.default_stream.synchronize()
     np.testing.assert_array_equal(registered.array, values)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glm53.check import litmus
-from glm53.hip import Device, MemoryKind, runtime
+from glm53.hip import Buffer, Device, MemoryKind, runtime
 
 
 @pytest.fixture
@@ -48,7 +48,11 @@ def test_cached_mailboxes_are_caught(device: Device, monkeypatch: pytest.MonkeyP
     if device.runtime.name != "cpu":
         pytest.skip("other runtimes may keep more than they promise")
     alloc = Device.alloc
-    monkeypatch.setattr(Device, "alloc", lambda self, byte_count, category="", kind=None: alloc(self, byte_count, category, MemoryKind.DEVICE))
+
+    def cached(self: Device, byte_count: int, category: str = "", kind: MemoryKind = MemoryKind.DEVICE) -> Buffer:
+        return alloc(self, byte_count, category, MemoryKind.DEVICE)
+
+    monkeypatch.setattr(Device, "alloc", cached)
     with Device(1) as other:
         result = litmus.peer_mailbox(device, other, 5, budget=2000)
         assert not result.passed and "0 of 5 messages" in result.detail

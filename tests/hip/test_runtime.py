@@ -17,7 +17,8 @@ def fake_wheel(tmp_path: Path, fake_hip: Path) -> Path:
     """A folder for sys.path with a `rocm_sdk` package, as ROCm's wheels install it, that offers the fake library."""
     package = tmp_path / "wheel" / "rocm_sdk"
     package.mkdir(parents=True)
-    package.joinpath("__init__.py").write_text(f"def find_libraries(*names):\n    return [{str(fake_hip)!r}] if 'amdhip64' in names else []\n")
+    text = f"def find_libraries(*names):\n    return [{str(fake_hip)!r}] if 'amdhip64' in names else []\n"
+    package.joinpath("__init__.py").write_text(text)
     return package.parent
 
 

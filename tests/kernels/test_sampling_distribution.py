@@ -47,9 +47,7 @@ def expected(draw: Draw) -> np.ndarray:
     """Probabilities [vocab] by the definitions of the filters, one token after the other."""
     logits = [float(x) for x in LOGITS]
     if draw.seen_row >= 0:
-        logits = [
-            (x / draw.repetition_penalty if x > 0 else x * draw.repetition_penalty) if s else x for x, s in zip(logits, SEEN, strict=True)
-        ]
+        logits = [(x / draw.repetition_penalty if x > 0 else x * draw.repetition_penalty) if s else x for x, s in zip(logits, SEEN, strict=True)]
     weights = [math.exp(x / draw.temperature) for x in logits]
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     if draw.top_k:

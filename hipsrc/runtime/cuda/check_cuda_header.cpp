@@ -1,5 +1,5 @@
-// check_cuda_header.cpp - compares driver.h with <cuda.h> at compile time, where that exists: every symbol's signature, every enum value and
-// struct layout. Part of the build, produces no code.
+// check_cuda_header.cpp - compares driver.h with <cuda.h> at compile time, where that exists: every symbol's signature, every enum value
+// and struct layout. Produces no code.
 #if __has_include(<cuda.h>)
 #include <cuda.h>
 

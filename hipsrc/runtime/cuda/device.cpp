@@ -187,7 +187,8 @@ GLM53_EXPORT hipError_t hipGetDevicePropertiesR0600(hipDeviceProp_tR0600* proper
   int handle = 0;
   if (hipError_t error = handle_of(driver, device, &handle)) return error;
   memset(properties, 0, sizeof *properties);
-  if (hipError_t error = finish(driver, driver->cuDeviceGetName(properties->name, sizeof properties->name, handle), "cuDeviceGetName")) return error;
+  int result = driver->cuDeviceGetName(properties->name, sizeof properties->name, handle);
+  if (hipError_t error = finish(driver, result, "cuDeviceGetName")) return error;
   size_t total = 0;
   if (hipError_t error = finish(driver, driver->cuDeviceTotalMem_v2(&total, handle), "cuDeviceTotalMem_v2")) return error;
   properties->totalGlobalMem = total;

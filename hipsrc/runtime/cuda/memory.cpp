@@ -1,7 +1,7 @@
 // memory.cpp - allocation, registration, copies.
 //
-// HIP's synchronous copies and fills return when the bytes are there. CUDA's return earlier for pageable sources, device-to-device copies and
-// fills, and order only the null stream, so each of them waits for that stream here.
+// HIP's synchronous copies and fills return when the bytes are there. CUDA's return earlier for pageable sources, device-to-device copies
+// and fills, and order only the null stream, so each of them waits for that stream here.
 #include <string.h>
 
 #include "driver.h"
@@ -99,8 +99,8 @@ GLM53_EXPORT hipError_t hipHostFree(void* pointer) {
 // HIP's 0x8 is coarse-grained and must not reach CUDA, where 0x8 means read-only: registered memory stays coherent there.
 GLM53_EXPORT hipError_t hipHostRegister(void* pointer, size_t bytes, unsigned int flags) {
   if (!pointer || bytes == 0) return fail(hipErrorInvalidValue, "hipHostRegister: pointer is null or size 0");
-  const unsigned int known =
-      hipHostRegisterPortable | hipHostRegisterMapped | hipHostRegisterIoMemory | hipExtHostRegisterCoarseGrained | hipExtHostRegisterUncached;
+  const unsigned int known = hipHostRegisterPortable | hipHostRegisterMapped | hipHostRegisterIoMemory | hipExtHostRegisterCoarseGrained |
+                             hipExtHostRegisterUncached;
   if (!only(flags, known)) return fail(hipErrorInvalidValue, "hipHostRegister: unknown flag");
   const Driver* driver = nullptr;
   if (hipError_t error = enter(&driver)) return error;
@@ -140,7 +140,8 @@ GLM53_EXPORT hipError_t hipPointerGetAttributes(hipPointerAttribute_t* attribute
   int ordinal = 0;
   int what[] = {kPointerMemoryType, kPointerDevice, kPointerHost, kPointerIsManaged, kPointerOrdinal};
   void* values[] = {&type, &device_address, &host_pointer, &managed, &ordinal};
-  if (hipError_t error = finish(driver, driver->cuPointerGetAttributes(5, what, values, address_of(pointer)), "cuPointerGetAttributes")) return error;
+  int result = driver->cuPointerGetAttributes(5, what, values, address_of(pointer));
+  if (hipError_t error = finish(driver, result, "cuPointerGetAttributes")) return error;
   memset(attributes, 0, sizeof *attributes);
   switch (type) {
     case kHost:
@@ -192,11 +193,12 @@ GLM53_EXPORT hipError_t hipMemcpyPeerAsync(void* target, int target_device, cons
   return finish(driver, result, "cuMemcpyPeerAsync");
 }
 
-GLM53_EXPORT hipError_t hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t width, size_t height,
-                                         hipMemcpyKind kind, hipStream_t stream) {
+GLM53_EXPORT hipError_t hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t width,
+                                         size_t height, hipMemcpyKind kind, hipStream_t stream) {
   if (hipError_t error = check_copy(target, source, width * height, kind)) return error;
   if (width == 0 || height == 0) return hipSuccess;
-  if (width > target_pitch || width > source_pitch) return fail(hipErrorInvalidPitchValue, "hipMemcpy2DAsync: width is larger than a pitch");
+  if (width > target_pitch || width > source_pitch)
+    return fail(hipErrorInvalidPitchValue, "hipMemcpy2DAsync: width is larger than a pitch");
   const Driver* driver = nullptr;
   if (hipError_t error = enter(&driver)) return error;
   Copy2D copy;

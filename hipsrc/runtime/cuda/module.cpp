@@ -82,15 +82,16 @@ GLM53_EXPORT hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned i
                                               hipStream_t stream, void** params, void** extra) {
   if (!function) return fail(hipErrorInvalidDeviceFunction, "hipModuleLaunchKernel: function is null");
   const unsigned int grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
-  if (!shape_allowed(grid, block)) return fail(hipErrorInvalidConfiguration, "hipModuleLaunchKernel: grid or block is outside HIP's limits");
+  if (!shape_allowed(grid, block))
+    return fail(hipErrorInvalidConfiguration, "hipModuleLaunchKernel: grid or block is outside HIP's limits");
   if (params && extra) return fail(hipErrorInvalidValue, "hipModuleLaunchKernel: kernelParams and extra exclude each other");
   void* cuda_extra[5] = {nullptr, nullptr, nullptr, nullptr, nullptr};
   if (extra)
     if (hipError_t error = translate_extra(extra, cuda_extra)) return error;
   const Driver* driver = nullptr;
   if (hipError_t error = enter(&driver)) return error;
-  int result = driver->cuLaunchKernel(function_of(function), grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream_of(stream),
-                                      params, extra ? cuda_extra : nullptr);
+  int result = driver->cuLaunchKernel(function_of(function), grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,
+                                      stream_of(stream), params, extra ? cuda_extra : nullptr);
   return finish(driver, result, "cuLaunchKernel");
 }
 
@@ -107,7 +108,8 @@ GLM53_EXPORT hipError_t hipGraphInstantiateWithFlags(hipGraphExec_t* exec, hipGr
 }
 
 // Neither failing node nor log is reported: the message of glm53_runtime_message says what the driver said.
-GLM53_EXPORT hipError_t hipGraphInstantiate(hipGraphExec_t* exec, hipGraph_t graph, hipGraphNode_t* error_node, char* log, size_t log_bytes) {
+GLM53_EXPORT hipError_t hipGraphInstantiate(hipGraphExec_t* exec, hipGraph_t graph, hipGraphNode_t* error_node, char* log,
+                                            size_t log_bytes) {
   if (error_node) *error_node = nullptr;
   if (log && log_bytes) log[0] = '\0';
   return hipGraphInstantiateWithFlags(exec, graph, 0);
