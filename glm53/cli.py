@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from dataclasses import fields, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,7 @@ def sampling_option(flag: str, kind: Any, text: str) -> Any:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
-@click.version_option(version("glm53"), prog_name="glm53")
+@click.version_option(package_name="glm53", prog_name="glm53")
 def main() -> None:
     """Run GLM-5.3 (glm_moe_dsa) checkpoints without torch, on AMD GPUs, NVIDIA GPUs or the CPU."""
 

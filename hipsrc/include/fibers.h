@@ -30,6 +30,8 @@
 
 #define WAVE 32
 
+// Unnamed: a process may load several host code objects, and statics of inline functions would be one for all of them.
+namespace {
 namespace host {
 
 enum : uint32_t { MAX_BLOCK = 1024, MAX_SHARED = 512, PAGE_BYTES = 4096, TOUCH_CACHE = 256 };
@@ -330,3 +332,4 @@ inline int run_blocks(const glm53_host_kernel* kernel, const void* args, glm53_d
 }
 
 }  // namespace host
+}  // namespace

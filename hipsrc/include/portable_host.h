@@ -24,6 +24,7 @@
                         args_type##_pointer_count, args_type##_pointers});                                                 \
   static inline void name(const args_type a)
 
+namespace {
 namespace host {
 
 // A function-local static: registrations of any translation unit may run first.
@@ -77,6 +78,7 @@ template <class T> inline __attribute__((always_inline)) T exchange(T value, uin
 }
 
 }  // namespace host
+}  // namespace
 
 DEVICE uint32_t thread_id() { return host::group->current; }
 DEVICE uint32_t block_x() { return host::group->bx; }
@@ -129,7 +131,7 @@ template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {
   return (T*)address;
 }
 
-extern "C" __attribute__((visibility("default"), used)) inline const glm53_host_module* glm53_host_module_get(void) {
+extern "C" __attribute__((visibility("default"))) const glm53_host_module* glm53_host_module_get(void) {
   static const glm53_host_module module = {GLM53_HOST_ABI, (uint32_t)host::kernels().size(), host::kernels().data(), host::run_blocks};
   return &module;
 }

@@ -83,7 +83,7 @@ def test_close_lists_live_buffers_by_category() -> None:
 
 
 def test_exhaustion_names_category_asked_and_free(device: Device) -> None:
-    with pytest.raises(DeviceMemoryError, match="for expert weights: asked .* free ") as caught:
+    with pytest.raises(DeviceMemoryError, match=r"for expert weights: asked .* free ") as caught:
         device.alloc(device.total_bytes + (1 << 20), "expert weights")
     assert str(device.total_bytes + (1 << 20)) in str(caught.value) and caught.value.exit_code == 4
     device.alloc(1 << 20).free()
@@ -184,7 +184,8 @@ def test_kernels_reach_host_memory(device: Device, coherent: bool) -> None:
     memory = np.zeros(16384, np.uint8)
     registered = device.host_register(memory[-memory.ctypes.data % 4096 :][:8192], coherent)
     allocated.array[:] = values
-    device.kernel("copy_words").launch(device.default_stream, (1, 1, 1), copy_words_args(allocated.device_address, registered.device_address, 512))
+    args = copy_words_args(allocated.device_address, registered.device_address, 512)
+    device.kernel("copy_words").launch(device.default_stream, (1, 1, 1), args)
     device.default_stream.synchronize()
     np.testing.assert_array_equal(registered.array, values)
 
@@ -245,7 +246,7 @@ def test_missing_code_object_names_those_built_and_the_command() -> None:
 def test_changed_code_object_is_refused(tmp_path) -> None:
     (tmp_path / "kernels.so").write_bytes(b"changed")
     (tmp_path / "manifest.json").write_text('{"format": 1, "objects": {"host": {"file": "kernels.so", "sha256": "00"}}, "kernels": {}}')
-    with pytest.raises(RuntimeUnavailable, match="has sha256 .* expected 00"):
+    with pytest.raises(RuntimeUnavailable, match=r"has sha256 .* expected 00"):
         object_path("host", tmp_path)
 
 
@@ -308,7 +309,7 @@ def test_event_times(device: Device) -> None:
 
 def test_a_failed_call_says_call_code_and_text(device: Device, fail_next) -> None:
     fail_next("hipMalloc", 999)
-    with pytest.raises(HipError, match="hipMalloc failed: hipErrorUnknown.*999") as caught:
+    with pytest.raises(HipError, match=r"hipMalloc failed: hipErrorUnknown.*999") as caught:
         device.alloc(64, "x")
     assert (caught.value.call, caught.value.code, device.allocated_bytes()) == ("hipMalloc", 999, {})
     device.alloc(64, "x").free()

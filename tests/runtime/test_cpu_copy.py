@@ -128,6 +128,7 @@ def test_pinned_copies_are_asynchronous(gpu: Any) -> None:
         host, x, stream = gpu.pinned(1024), gpu.alloc(4096), gpu.hipStreamCreateWithFlags(1)
         host[:] = 5
         gpu.hipMemcpyAsync(x, host.ctypes.data, 4096, kinds(gpu).hipMemcpyHostToDevice, stream)
+        gpu.code("hipStreamQuery", stream)  # lets some steps run
         host[:] = 6
         gpu.hipStreamSynchronize(stream)
         got = set(gpu.download(x, 1024).tolist())

@@ -34,6 +34,8 @@ inline hipError_t keep_error(hipError_t error) {
   return error;
 }
 
+inline Device& current_device(State& s) { return *s.devices[this_thread().device]; }
+
 // Runs the body of an API call under the state's lock: body(State&, Lock&) -> hipError_t.
 template <class Body>
 hipError_t call(const char* name, unsigned traits, Body&& body) {
@@ -44,8 +46,9 @@ hipError_t call(const char* name, unsigned traits, Body&& body) {
     hipError_t error = enter(s, name);
     if (error != hipSuccess) return keep_error(error);
     s.pump(lock);
-    if ((traits & uses_device) && s.devices[this_thread().device]->lost != hipSuccess) {
-      return keep_error(s.devices[this_thread().device]->lost);
+    if (traits & uses_device) {
+      if (this_thread().device >= static_cast<int>(s.devices.size())) return keep_error(hipErrorNoDevice);
+      if (current_device(s).lost != hipSuccess) return keep_error(current_device(s).lost);
     }
     if (traits & not_captured) {
       error = forbid_while_capturing(s);
@@ -56,8 +59,6 @@ hipError_t call(const char* name, unsigned traits, Body&& body) {
     return keep_error(hipErrorOutOfMemory);
   }
 }
-
-inline Device& current_device(State& s) { return *s.devices[this_thread().device]; }
 
 template <class T>
 std::shared_ptr<T> find(const std::unordered_map<uint64_t, std::shared_ptr<T>>& table, const void* handle) {

@@ -23,8 +23,8 @@ hipError_t enter(State& s, const char* name) {
 }
 
 std::shared_ptr<Stream> find_stream(State& s, hipStream_t handle) {
-  if (reinterpret_cast<uint64_t>(handle) <= 1) return current_device(s).null_stream;
-  return find(s.streams, handle);
+  if (reinterpret_cast<uint64_t>(handle) > 1) return find(s.streams, handle);
+  return this_thread().device < static_cast<int>(s.devices.size()) ? current_device(s).null_stream : nullptr;
 }
 
 static bool valid_device(const State& s, int device) { return device >= 0 && static_cast<size_t>(device) < s.devices.size(); }

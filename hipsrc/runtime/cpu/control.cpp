@@ -48,6 +48,8 @@ GLM53_EXPORT void glm53_cpu_seed(uint64_t seed, int on) {
   s.changed.wait(lock, [&] { return !s.executing; });
   s.seeded = on != 0;
   s.random = Random(seed);
+  s.pace_left = 0;
+  s.favoured_queue = 0;
   s.trace.clear();
   s.changed.notify_all();
 }

@@ -113,8 +113,13 @@ Queue* State::choose() {
     if (!seeded) break;
   }
   if (found.empty()) return nullptr;
-  std::sort(found.begin(), found.end());
-  size_t at = seeded ? found[random.below(found.size())] : found[0];
+  size_t at = found[0];
+  if (seeded) {
+    std::sort(found.begin(), found.end());
+    if (random.below(8) == 0) favoured_queue = random.below(count);
+    bool favour = random.below(4) != 0 && std::find(found.begin(), found.end(), favoured_queue) != found.end();
+    at = favour ? favoured_queue : found[random.below(found.size())];
+  }
   last_queue = at;
   return &devices[at / queues_per_device]->queues[at % queues_per_device];
 }
@@ -211,9 +216,12 @@ void State::lose_now(std::unique_lock<std::mutex>& lock, Device& device, hipErro
 
 void State::pump(std::unique_lock<std::mutex>& lock) {
   if (!seeded) return;
-  // Mostly a few steps, now and then many, so that both early and late progress occur.
-  uint64_t steps = random.below(4);
-  if (steps == 3) steps = random.below(24);
+  if (pace_left == 0) {
+    pace = static_cast<int>(random.below(4));
+    pace_left = 1 + random.below(16);
+  }
+  pace_left--;
+  uint64_t steps = random.below(pace == 3 ? 24 : pace == 2 ? 3 : 1);
   while (steps-- && run_step(lock)) {
   }
 }

@@ -187,6 +187,10 @@ struct State {
   bool stopping = false;
   int waiting_hosts = 0;
   size_t last_queue = 0;
+  // Seeded mode. Uniform draws would rarely let one queue run far ahead of another or the host far ahead of all, so both have phases.
+  size_t favoured_queue = 0;
+  int pace = 0;               // progress an API call allows: 0 and 1 none, 2 little, 3 much
+  uint64_t pace_left = 0;     // calls until the pace is drawn anew
   uint64_t spin_steps = 0;         // in a row, of any kernel
   uint64_t spin_unchanged = 0;     // of those, since the exchanged memory last changed
   uint64_t spin_fingerprint = 0;

@@ -57,10 +57,12 @@ GLM53_EXPORT hipError_t hipExtMallocWithFlags(void** pointer, size_t bytes, unsi
   }
 }
 
+// HIP's free waits for the device; CUDA does not promise it.
 GLM53_EXPORT hipError_t hipFree(void* pointer) {
   if (!pointer) return hipSuccess;
   const Driver* driver = nullptr;
   if (hipError_t error = enter(&driver)) return error;
+  if (hipError_t error = finish(driver, driver->cuCtxSynchronize(), "cuCtxSynchronize")) return error;
   return finish(driver, driver->cuMemFree_v2(address_of(pointer)), "cuMemFree_v2");
 }
 
