@@ -14,7 +14,7 @@ import numpy as np
 
 from glm53.check import reference_basic as reference
 from glm53.check.case import Bench, Case, draw, round_to
-from glm53.check.compare import EXACT, Comparison, Mismatch, Tolerance, compare, worst_of
+from glm53.check.compare import EXACT, SAME_ROUNDING, Comparison, Mismatch, Tolerance, compare, worst_of
 from glm53.hip import Array, Device
 from glm53.ops import basic, history, litmus, matmul, weights
 from glm53.ops.contract import ContractError
@@ -84,7 +84,7 @@ def _norm(kind: str, norm: Norm, dtype: DType, in_place: bool, device: Device) -
             compare(f"{kind} columns past width", got[:, norm.width :], rest, EXACT)
         # A common offset of 100 costs the centred values 7 bits before anything is normed.
         scale = 128.0 if norm.fill == "offset" else 1.0
-        return compare(kind, got[:, : norm.width], want, dtype, scale)
+        return compare(kind, got[:, : norm.width], want, SAME_ROUNDING[dtype], scale)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _rope(rope: Rope, dtype: DType, device: Device) -> Comparison:
         rotated = np.zeros(rope.columns, bool)
         rotated[rope.offset : rope.offset + rope.dim] = True
         compare("rope columns outside", got[..., ~rotated], x[..., ~rotated], EXACT) if not rotated.all() else None
-        return compare("rope", got, want, dtype, scale=np.abs(x).max())
+        return compare("rope", got, want, SAME_ROUNDING[dtype], scale=np.abs(x).max())
 
 
 def _silu_mul(rows: int, width: int, spread: float, dtype: DType, device: Device) -> Comparison:
@@ -117,7 +117,7 @@ def _silu_mul(rows: int, width: int, spread: float, dtype: DType, device: Device
     with Bench(device) as bench:
         y = bench.poison(dtype, (rows, width))
         basic.silu_mul(bench.stream, bench.put(x, dtype), y)
-        return compare("silu_mul", bench.read(y), reference.silu_mul(x, dtype), dtype)
+        return compare("silu_mul", bench.read(y), reference.silu_mul(x, dtype), SAME_ROUNDING[dtype])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Order of the checks: shape, NaN positions, infinities with their sign, absolute-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,12 +17,14 @@ class Tolerance:
     """An element holds if |got - want| <= absolute * scale + relative * |want|; the whole if 1 - cosine(got, want) <= cosine.
 
     scale: 1, or what the caller gives, e.g. sum |x||w| of each dot product, to which rounding errors of its sum are proportional.
+    unequal: share of the elements that may differ at all (two always may): finds a rounding step that was left out.
     """
 
     absolute: float
     relative: float
     cosine: float
     reason: str
+    unequal: float = 1.0
 
 
 TOLERANCES = {
@@ -32,6 +34,11 @@ TOLERANCES = {
     DType.BF16: Tolerance(
         1e-5, 2**-6 * 1.001, 1e-4, "a value near a tie may round to the other neighbour: one bf16 ulp (2^-7) at the end and one before it"
     ),
+}
+# For kernels that round exactly where their reference does.
+SAME_ROUNDING = {
+    DType.F32: TOLERANCES[DType.F32],
+    DType.BF16: replace(TOLERANCES[DType.BF16], unequal=0.02, reason="only a value within f32 error of a tie, about 1 in 1,000, may differ"),
 }
 EXACT = Tolerance(0.0, 0.0, 0.0, "integers, copies and conversions have one right answer")
 
@@ -103,6 +110,9 @@ def compare(
     if bad.any():
         allowed = f"{limit.absolute:g} * scale + {limit.relative:g} * |want|"
         raise Mismatch(f"{name}: {int(bad.sum())} of {bad.size} values beyond {allowed}; {text}")
+    unequal = int((error > 0).sum())
+    if unequal > max(2.0, limit.unequal * error.size):
+        raise Mismatch(f"{name}: {unequal} of {error.size} values differ, expected at most a share of {limit.unequal:g}; {text}")
     if gap > max(limit.cosine, 1e-15):
         raise Mismatch(f"{name}: 1 - cosine is {gap:.2e}, expected at most {limit.cosine:g}; {text}")
     return Comparison(name, got.size, float(relative[at]), at, float(got[at]), float(want[at]), gap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,9 +56,11 @@ class Device:
         self.arch = self.properties.arch
         self.total_bytes = self.properties.total_bytes
         self.live: dict[int, Buffer | HostBuffer] = {}
+        self.events: set[Event] = set()  # those not closed; `Event` adds and removes itself
         self._streams: list[Stream] = []
         self._default_stream: Stream | None = None
         self._module: Module | None = None
+        self._loading = threading.Lock()
         self.closed = False
 
     @contextmanager
@@ -159,9 +162,10 @@ class Device:
     @property
     def module(self) -> Module:
         """The code object for this device's arch, loaded on first use. Raises RuntimeUnavailable naming those that exist."""
-        if self._module is None:
-            self._module = Module(self)
-        return self._module
+        with self._loading:
+            if self._module is None:
+                self._module = Module(self)
+            return self._module
 
     def kernel(self, name: str) -> Kernel:
         return self.module.kernel(name)
@@ -185,7 +189,7 @@ class Device:
     # End
 
     def close(self, free_buffers: bool = False) -> None:
-        """Ends streams and the module; again is not an error. Raises LifetimeError listing live buffers by category; free_buffers=True
+        """Ends streams, events and the module; again is not an error. Raises LifetimeError listing live buffers by category; free_buffers=True
         frees them instead."""
         if self.live and not free_buffers:
             raise LifetimeError(f"device {self.index} is closed with live buffers: {self.live_text()}; next: free them, or close(free_buffers=True)")
@@ -193,6 +197,8 @@ class Device:
         try:
             for stream in list(self._streams):
                 stream.close()
+            for event in list(self.events):
+                event.close()
             for buffer in list(self.live.values()):
                 buffer.free()
             if self._module is not None:
@@ -202,6 +208,7 @@ class Device:
             # Nothing on a lost device can be given back; the process's end does it.
             self.live.clear()
             self._streams.clear()
+            self.events.clear()
             self._default_stream = self._module = None
 
     def __enter__(self) -> Self:

@@ -27,6 +27,7 @@ class Event:
         self.timing = timing
         with device.current():
             self._handle: Any = calls.event_create(flags)
+        device.events.add(self)
 
     @property
     def handle(self) -> Any:
@@ -56,6 +57,7 @@ class Event:
     def close(self) -> None:
         if self._handle is not None:
             handle, self._handle = self._handle, None
+            self.device.events.discard(self)
             calls.event_destroy(handle)
 
 

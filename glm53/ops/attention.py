@@ -61,7 +61,7 @@ def attend(
     launch(stream, name, (ceil_div(d["heads"], limits["heads"]), d["rows"], 1), args)
 
 
-def attend_cost(rows: int, heads: int, latent: int, rope: int, selected: int, item_bytes: int) -> Cost:
+def cost_attend(rows: int, heads: int, latent: int, rope: int, selected: int, item_bytes: int) -> Cost:
     """Cost with `selected` history rows a query row, each read once a query row."""
     moved = rows * (heads * (2 * latent + rope) + selected * (latent + rope)) * item_bytes + 8 * rows * selected
     return Cost(bytes=moved, flops=2 * rows * heads * selected * (2 * latent + rope))

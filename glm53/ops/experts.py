@@ -60,7 +60,7 @@ def router(
     launch(stream, "router", (d["rows"], 1, 1), args)
 
 
-def router_cost(rows: int, experts: int, slots: int) -> Cost:
+def cost_router(rows: int, experts: int, slots: int) -> Cost:
     return Cost(bytes=4 * (rows * (experts + 2 * slots) + experts), flops=rows * (5 * experts + 3 * slots))
 
 
@@ -87,7 +87,7 @@ def expert_sort(stream: Stream, ids: Array, offsets: Array, sorted_pairs: Array)
     launch(stream, "expert_sort", (1, 1, 1), args)
 
 
-def expert_sort_cost(pairs: int, experts: int) -> Cost:
+def cost_expert_sort(pairs: int, experts: int) -> Cost:
     return Cost(bytes=4 * (3 * pairs + experts + 1), flops=0)
 
 
@@ -131,7 +131,7 @@ def expert_matmul(stream: Stream, x: Array, w: Array, y: Array, ids: Array, orde
     launch(stream, name, (ceil_div(n, stream.device.kernel(name).constants["cols"]), d["experts"], 1), args)
 
 
-def expert_matmul_cost(pairs: int, active_experts: int, n: int, k: int, item_bytes: int, weight_bytes: int) -> Cost:
+def cost_expert_matmul(pairs: int, active_experts: int, n: int, k: int, item_bytes: int, weight_bytes: int) -> Cost:
     """Cost with the weights of each of `active_experts` read once."""
     return Cost(bytes=pairs * (n + k) * item_bytes + active_experts * n * k * weight_bytes, flops=2 * pairs * n * k)
 
@@ -161,5 +161,5 @@ def expert_sum(stream: Stream, expert_out: Array, weights: Array, shared: Array,
     launch(stream, name, (ceil_div(d["width"], stream.device.kernel(name).block), d["rows"], 1), args)
 
 
-def expert_sum_cost(rows: int, slots: int, width: int, item_bytes: int) -> Cost:
+def cost_expert_sum(rows: int, slots: int, width: int, item_bytes: int) -> Cost:
     return Cost(bytes=rows * (width * (slots + 3) * item_bytes + 4 * slots), flops=rows * width * (2 * slots + 2))

@@ -86,7 +86,7 @@ def sample(
     launch(stream, "sample", (d["rows"], 1, 1), args)
 
 
-def sample_cost(rows: int, vocab: int) -> Cost:
+def cost_sample(rows: int, vocab: int) -> Cost:
     """Cost of one reading of the logits; filters read them up to nine times more, from the cache where a row fits."""
     return Cost(bytes=4 * rows * vocab, flops=0)
 
@@ -104,5 +104,5 @@ def mark_seen(stream: Stream, seen: Array, tokens: Array, seen_rows: Array) -> N
     launch(stream, "mark_seen", (ceil_div(d["count"], stream.device.kernel("mark_seen").block), 1, 1), args)
 
 
-def mark_seen_cost(count: int) -> Cost:
+def cost_mark_seen(count: int) -> Cost:
     return Cost(bytes=9 * count, flops=0)

@@ -75,7 +75,7 @@ def index_score(
     launch(stream, name, (ceil_div(context, limits["tile"]), d["rows"], 1), args)
 
 
-def index_score_cost(rows: int, heads: int, dim: int, context: int, item_bytes: int) -> Cost:
+def cost_index_score(rows: int, heads: int, dim: int, context: int, item_bytes: int) -> Cost:
     """Cost of `rows` rows that all see `context` positions of one session."""
     return Cost(bytes=(rows * heads * dim + context * dim) * item_bytes + 4 * rows * context, flops=2 * rows * context * heads * (dim + 1))
 
@@ -103,7 +103,7 @@ def topk(stream: Stream, scores: Array, positions: Array, selected: Array, count
     launch(stream, "topk", (d["rows"], 1, 1), args)
 
 
-def topk_cost(rows: int, k: int, context: int) -> Cost:
+def cost_topk(rows: int, k: int, context: int) -> Cost:
     """Cost with every score read once; the kernel reads a row six times, from the cache where it fits."""
     return Cost(bytes=4 * rows * (context + k), flops=0)
 
@@ -134,5 +134,5 @@ def plan_resident(stream: Stream, selected: Array, counts: Array, tables: Array,
     launch(stream, "plan_resident", (ceil_div(d["k"], stream.device.kernel("plan_resident").block), d["rows"], 1), args)
 
 
-def plan_resident_cost(rows: int, k: int) -> Cost:
+def cost_plan_resident(rows: int, k: int) -> Cost:
     return Cost(bytes=rows * (12 * k + 8), flops=0)

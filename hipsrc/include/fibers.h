@@ -12,7 +12,8 @@
 #include <cstring>
 #include <new>
 #include <sys/mman.h>
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(GLM53_UCONTEXT)  // the define lets x86-64 test the other way
+#define GLM53_FIBER_UCONTEXT 1
 #include <ucontext.h>
 #endif
 #if defined(__SANITIZE_ADDRESS__)
@@ -46,7 +47,7 @@ enum : size_t { STACK_STRIDE = STACK_BYTES + PAGE_BYTES, SHARED_BYTES = 16 << 20
 enum State : uint8_t { READY, AT_SHUFFLE, AT_BARRIER, RETURNED, FAILED };
 
 struct Context {
-#if defined(__x86_64__)
+#if !defined(GLM53_FIBER_UCONTEXT)
   void *sp, *resume, *rbp, *rbx;  // offsets 0, 8, 16, 24: see switch_context
 #else
   ucontext_t u;
@@ -145,7 +146,7 @@ inline __attribute__((always_inline)) void switch_context(Context& from, Context
   group->left = &from;
   __sanitizer_start_switch_fiber(&fake_stack, to.stack_bottom, to.stack_bytes);
 #endif
-#if defined(__x86_64__)
+#if !defined(GLM53_FIBER_UCONTEXT)
   // In line, with neither call nor return: those would desynchronise the processor's return predictor at every switch. The compiler saves the
   // registers it needs (all but rsp, rbp and rbx are clobbered); nothing is pushed, so a red zone stays intact.
   Context *save = &from, *load = &to;
@@ -214,7 +215,7 @@ inline bool prepare_fiber(Workgroup* g, uint32_t i) {
 #if defined(GLM53_ASAN)
   __asan_unpoison_memory_region(bottom, STACK_BYTES);
 #endif
-#if defined(__x86_64__)
+#if !defined(GLM53_FIBER_UCONTEXT)
   void** sp = (void**)(bottom + STACK_BYTES - 64 - ((i + i / 16) % 16) * 256);
   *--sp = nullptr;  // where a return address would be: fiber_loop sees the stack as after a call, and unwinders stop here
   c.sp = sp;

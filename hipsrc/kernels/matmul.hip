@@ -73,7 +73,7 @@ template <class X, class W, class Y> DEVICE void matmul_step(const matmul_args& 
       float high = (p[4 * STEP_COLS] + p[5 * STEP_COLS]) + (p[6 * STEP_COLS] + p[7 * STEP_COLS]);
       matmul_store<X, W, Y>(a, batch, row + r, col, low + high);
     }
-    block_sync();
+    if (row + taken < a.rows) block_sync();  // before the next rows overwrite `partial`
   }
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glm53.check.case import Case, all_cases
-from glm53.check.compare import EXACT, Mismatch, compare
+from glm53.check.compare import EXACT, SAME_ROUNDING, Mismatch, compare
 from glm53.hip import Device
 from glm53.spec import DType
 
@@ -57,6 +57,15 @@ def test_comparator_sees_a_rotation_within_the_elementwise_tolerance() -> None:
     got = want + rng.standard_normal(1000).astype(np.float32) * np.float32(0.01)
     with pytest.raises(Mismatch, match="cosine"):
         compare("x", got, want, DType.F32, scale=1e6)
+
+
+def test_comparator_sees_a_missing_rounding() -> None:
+    want = np.ones(1000, np.float32)
+    got = want.copy()
+    got[:30] += np.float32(2**-7)
+    compare("x", got, want, DType.BF16)
+    with pytest.raises(Mismatch, match="30 of 1000 values differ"):
+        compare("x", got, want, SAME_ROUNDING[DType.BF16])
 
 
 def test_exact_means_exact() -> None:

@@ -141,9 +141,9 @@ def build(directory: Path, *flags: str) -> Path:
     return directory / "kernels.so"
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library(build(tmp_path_factory.mktemp("fibers")))
+@pytest.fixture(scope="module", params=["", "-DGLM53_UCONTEXT"], ids=["native", "ucontext"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(build(tmp_path_factory.mktemp("fibers"), *filter(None, [request.param])))
 
 
 def test_block_sum_is_the_same_in_every_work_item_of_every_block(library: Library) -> None:

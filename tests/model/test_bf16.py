@@ -1,0 +1,47 @@
+"""bf16 against the float64 oracle of the same weights, teacher forced, on checkpoints of scale 0.5.
+
+bf16 rounds to 2^-8 at every step, and router and top-k are discontinuous, so no token-for-token match exists. The yardstick is the oracle run in
+bf16 with the roundings of transformers: the engine may be at most half again as far from float64, and agree with it on at most 8 % fewer tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from glm53 import Engine
+from tests.conftest import ROOT, load_script
+
+MEDIAN_RATIO_MAX = 1.5
+AGREEMENT_LOSS_MAX = 0.08
+PROMPT, FORCED = 136, 128
+
+
+@pytest.mark.parametrize("real_widths", [False, True])
+def test_teacher_forced_logits(real_widths: bool, make_checkpoint: Callable[..., Path]) -> None:
+    path = make_checkpoint(dtype="bfloat16", scale=0.5, seed=11, real_widths=real_widths)
+    maker = load_script(ROOT / "scripts" / "make_checkpoint.py")
+    oracle = load_script(ROOT / "tests" / "oracle.py")
+    ids = maker.random_token_ids(21, PROMPT + FORCED, 512)
+    config = json.loads((path / "config.json").read_text())
+    tensors = maker.read_checkpoint(path)
+    exact, yardstick = (oracle.forward(config, tensors, ids, dtype=dtype)[PROMPT - 1 : -1] for dtype in ("f64", "bf16"))
+    with Engine.open(path, dtype="bf16", context_rows_max=512) as engine:
+        _, logits = engine.generate_logits(ids[:PROMPT], FORCED, forced=ids[PROMPT:])
+    median, agreement = distance(logits, exact)
+    median_allowed, agreement_allowed = distance(yardstick, exact)
+    print(
+        f"\nbf16 real_widths={real_widths}: median row maximum {median:.4f} (oracle in bf16 {median_allowed:.4f}), "
+        f"argmax agreement {agreement:.3f} ({agreement_allowed:.3f})"
+    )
+    assert 0 < median <= MEDIAN_RATIO_MAX * median_allowed, "0 would mean that the engine did not run in bf16"
+    assert agreement >= agreement_allowed - AGREEMENT_LOSS_MAX
+
+
+def distance(logits: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
+    """Median over rows of the largest logit difference, and the share of rows with the same argmax."""
+    return float(np.median(np.abs(logits - exact).max(axis=1))), float((logits.argmax(axis=1) == exact.argmax(axis=1)).mean())
