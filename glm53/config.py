@@ -301,9 +301,7 @@ def _setting(default: Any, text: str, **extra: Any) -> Any:
 class EngineConfig:
     """Settings of an engine. The command line takes names, defaults, units and help from the fields. Raises `InputError` on a bad value."""
 
-    runtime: str = _setting(
-        "auto", "HIP runtime; auto: rocm if a device answers, else cuda, else cpu.", choices=("auto", "rocm", "cuda", "cpu")
-    )
+    runtime: str = _setting("auto", "HIP runtime; auto: rocm if a device answers, else cuda, else cpu.", choices=("auto", "rocm", "cuda", "cpu"))
     device_index: int = _setting(0, "Device number, as `glm53 devices` lists it.")
     dtype: str = _setting("bf16", "Type of activations and history rows; f32 is for parity with transformers.", choices=("bf16", "f32"))
     latent_norm_eps: float = _setting(1e-6, "Epsilon of the two latent norms: 1e-6 as transformers, 1e-5 as vLLM and SGLang.")

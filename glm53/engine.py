@@ -99,9 +99,7 @@ class Engine:
             (ExtentShape(config.extent_rows, spec.n_layers, spec.row_width * item), "history"),
             (ExtentShape(config.extent_rows, len(spec.full_layers), spec.index_head_dim * item), "index keys"),
         ]
-        self.rows, self.keys = (
-            RowStore(device, self._stream, shape, self.sessions_max, self.context_rows_max, name) for shape, name in shapes
-        )
+        self.rows, self.keys = (RowStore(device, self._stream, shape, self.sessions_max, self.context_rows_max, name) for shape, name in shapes)
         rows_max = max(config.prefill_chunk_rows, self.sessions_max)
         self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.rows, self.keys)
         self.sampler = Sampler(device, self._stream, self.sessions_max, spec.vocab_size)

@@ -28,6 +28,11 @@ def load_script(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The runtime's own tests come first: they fork, and the parent must not have opened a HIP library by then."""
+    items.sort(key=lambda item: ROOT / "tests" / "runtime" not in item.path.parents)
+
+
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
     return DEMO

@@ -79,9 +79,7 @@ def _require_none(name: str, what: str, bad: np.ndarray, got: np.ndarray, want: 
         raise Mismatch(f"{name}: {what} differ in {int(bad.sum())} of {bad.size} values, {where}")
 
 
-def compare(
-    name: str, got: np.ndarray, want: np.ndarray, tolerance: DType | Tolerance = EXACT, scale: np.ndarray | float = 1.0
-) -> Comparison:
+def compare(name: str, got: np.ndarray, want: np.ndarray, tolerance: DType | Tolerance = EXACT, scale: np.ndarray | float = 1.0) -> Comparison:
     """Compares an output with its reference. Floats as float32 values, integers exactly.
 
     tolerance: a dtype's row of TOLERANCES, or one of the caller's own. scale: see Tolerance; broadcasts to the shape. Raises Mismatch.

@@ -79,4 +79,3 @@ def split_kv_b(kv_b: np.ndarray, heads: int, nope: int) -> tuple[np.ndarray, np.
     """(wk [heads, latent, nope], wv [heads, v, latent]) of kv_b [heads * (nope + v), latent]"""
     by_head = kv_b.reshape(heads, -1, kv_b.shape[-1])
     return np.ascontiguousarray(by_head[:, :nope].transpose(0, 2, 1)), np.ascontiguousarray(by_head[:, nope:])
-

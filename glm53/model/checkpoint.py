@@ -144,9 +144,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         plain = isinstance(name, str) and name == os.path.basename(name) and not set(name) & {"\\", "\0"}
         if not plain or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{file}: {tensor} is said to be in {name!r}, expected the name of a .safetensors file in the same directory"
-            )
+            raise CheckpointError(f"{file}: {tensor} is said to be in {name!r}, expected the name of a .safetensors file in the same directory")
     return weight_map
 
 
@@ -203,8 +201,7 @@ def _read_header(path: Path, name: str, data: mmap.mmap) -> Iterator[TensorInfo]
         if entry.offset != end:
             fault = "overlap" if entry.offset < end else "leave a hole"
             raise CheckpointError(
-                f"{file}: {previous} and {entry.name} {fault}: {entry.name} starts at byte {entry.offset - base} of the data, "
-                f"expected {end - base}"
+                f"{file}: {previous} and {entry.name} {fault}: {entry.name} starts at byte {entry.offset - base} of the data, expected {end - base}"
             )
         end, previous = entry.offset + entry.nbytes, entry.name
     if end > size:

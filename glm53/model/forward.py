@@ -43,9 +43,7 @@ class Workspace:
     """Named scratch arrays for at most `rows_max` rows, allocated once and cut to the rows of each pass."""
 
     def __init__(self, device: Device, rows_max: int, shapes: dict[str, tuple[DType, tuple[int, ...]]]):
-        self._arrays = {
-            name: Array.empty(device, dtype, (rows_max, *shape), category="workspace") for name, (dtype, shape) in shapes.items()
-        }
+        self._arrays = {name: Array.empty(device, dtype, (rows_max, *shape), category="workspace") for name, (dtype, shape) in shapes.items()}
 
     def cut(self, name: str, rows: int, shape: tuple[int, ...] | None = None) -> Array:
         """The first `rows` rows of an array; with `shape`, the same memory as [rows, *shape] of at most that many values."""
@@ -207,9 +205,7 @@ class Forward:
                     context=context,
                 )
             selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
-        selection.plan_resident(
-            stream, cut("selected"), cut("counts"), self.row_store.tables, sessions, cut("plan"), self.row_store.shape
-        )
+        selection.plan_resident(stream, cut("selected"), cut("counts"), self.row_store.tables, sessions, cut("plan"), self.row_store.shape)
 
     def _dense(self, mlp: DenseWeights, kind: RowClass, count: int, out: Array, residual: Array | None) -> None:
         """out = (silu(h gate) * (h up)) down (+ residual)"""

@@ -168,9 +168,7 @@ def match(checkpoint: Checkpoint, spec: ModelSpec) -> LoadPlan:
     if problems:
         more = f"\n  and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise CheckpointError(
-            f"{checkpoint.path}: the tensors do not fit config.json, {count}:\n  " + "\n  ".join(problems[:PROBLEMS_SHOWN]) + more
-        )
+        raise CheckpointError(f"{checkpoint.path}: the tensors do not fit config.json, {count}:\n  " + "\n  ".join(problems[:PROBLEMS_SHOWN]) + more)
     notes = [f"{count} tensors ignored: {reason}" for reason, count in _counts(ignored).items()]
     if has_mtp != bool(spec.n_mtp_layers):
         notes.append(f"config.json says {spec.n_mtp_layers} MTP layers, the files hold {int(has_mtp)}")

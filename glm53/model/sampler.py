@@ -49,9 +49,7 @@ class Sampler:
     def draw(self, logits: Array, rows: Sequence[tuple[int, SamplingParams, int, int]]) -> list[Drawn]:
         """One token per row of logits [rows, vocab] f32; rows: (slot, params, seed, position of the token drawn). Waits for the device."""
         count = len(rows)
-        packed = sampling.pack_rows(
-            [(params, seed, position, slot if params.penalises else -1) for slot, params, seed, position in rows]
-        )
+        packed = sampling.pack_rows([(params, seed, position, slot if params.penalises else -1) for slot, params, seed, position in rows])
         self.params.slice(0, count).upload(packed, self.stream)
         wants_top = any(params.logprobs for _, params, _, _ in rows)
         cut = lambda array: array.slice(0, count)

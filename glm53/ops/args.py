@@ -24,7 +24,7 @@ class embed_args(Args):
 
     _fields_ = [
         ("table", c_void_p),  # [vocab, hidden] W
-        ("tokens", c_void_p),  # [rows] i32, each in [0, vocab)
+        ("tokens", c_void_p),  # [rows] i32; outside [0, vocab): a row of NaN
         ("y", c_void_p),  # [rows, hidden] T
         ("hidden", c_uint32),
         ("vocab", c_uint32),
@@ -67,7 +67,7 @@ class matmul_args(Args):
     _fields_ = [
         ("x", c_void_p),  # [batch, rows, k] X
         ("w", c_void_p),  # [batch, n, k] W
-        ("residual", c_void_p),  # [batch, rows, n] Y or null; may be y itself
+        ("residual", c_void_p),  # [batch, rows, n] Y with the strides of y, or null; may be y itself
         ("y", c_void_p),  # [batch, rows, n] Y
         ("x_batch_stride", c_uint64),
         ("w_batch_stride", c_uint64),
@@ -101,7 +101,7 @@ class append_args(Args):
         ("x", c_void_p),  # [rows, width] T, row stride x_stride
         ("tables", c_void_p),  # [sessions, table_stride] u64 extent addresses
         ("sessions", c_void_p),  # [rows] i32 session index
-        ("positions", c_void_p),  # [rows] i32
+        ("positions", c_void_p),  # [rows] i32; negative: padding, skipped
         ("x_stride", c_uint32),
         ("width", c_uint32),
         ("table_stride", c_uint32),

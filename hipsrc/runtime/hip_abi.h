@@ -1,12 +1,13 @@
 // hip_abi.h - the part of HIP's C interface that our runtimes export: handles, enums, flags and struct layouts, without ROCm headers.
 // Values and layouts are those of HIP 7 (hip_runtime_api.h) as hip-python 10 declares them; the assertions pin the R0600 property layout.
+// C++ only: enums have a fixed type, so that a value from outside may be any int.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 #include "hip_errors.h"
 
-typedef enum hipError_t {
+typedef enum hipError_t : int {
 #define GLM53_HIP_ENUM(name, value, text) name = value,
   GLM53_HIP_ERRORS(GLM53_HIP_ENUM)
 #undef GLM53_HIP_ENUM
@@ -25,7 +26,7 @@ typedef struct hipGraphExec* hipGraphExec_t;
 typedef void* hipDeviceptr_t;
 typedef int hipDevice_t;
 
-typedef enum hipMemcpyKind {
+typedef enum hipMemcpyKind : int {
   hipMemcpyHostToHost = 0,
   hipMemcpyHostToDevice = 1,
   hipMemcpyDeviceToHost = 2,
@@ -34,26 +35,26 @@ typedef enum hipMemcpyKind {
   hipMemcpyDeviceToDeviceNoCU = 1024,
 } hipMemcpyKind;
 
-typedef enum hipMemoryType {
+typedef enum hipMemoryType : int {
   hipMemoryTypeUnregistered = 0,
   hipMemoryTypeHost = 1,
   hipMemoryTypeDevice = 2,
   hipMemoryTypeManaged = 3,
 } hipMemoryType;
 
-typedef enum hipStreamCaptureMode {
+typedef enum hipStreamCaptureMode : int {
   hipStreamCaptureModeGlobal = 0,
   hipStreamCaptureModeThreadLocal = 1,
   hipStreamCaptureModeRelaxed = 2,
 } hipStreamCaptureMode;
 
-typedef enum hipStreamCaptureStatus {
+typedef enum hipStreamCaptureStatus : int {
   hipStreamCaptureStatusNone = 0,
   hipStreamCaptureStatusActive = 1,
   hipStreamCaptureStatusInvalidated = 2,
 } hipStreamCaptureStatus;
 
-typedef enum hipFunction_attribute {
+typedef enum hipFunction_attribute : int {
   HIP_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 0,
   HIP_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1,
   HIP_FUNC_ATTRIBUTE_CONST_SIZE_BYTES = 2,
@@ -100,7 +101,7 @@ typedef enum hipFunction_attribute {
 #define HIP_LAUNCH_PARAM_BUFFER_SIZE ((void*)2)
 #define HIP_LAUNCH_PARAM_END ((void*)3)
 
-typedef enum hipDeviceAttribute_t {
+typedef enum hipDeviceAttribute_t : int {
   hipDeviceAttributeEccEnabled = 0,
   hipDeviceAttributeAsyncEngineCount = 2,
   hipDeviceAttributeCanMapHostMemory = 3,

@@ -104,7 +104,15 @@ log()
 print(call("hipFree", pointer), log())
 """)
     alloc = "['cuMemAlloc_v2(256)']"
-    assert lines == [f"0 0 {alloc}", f"1 0 {alloc}", f"3 0 {alloc}", "2 1 []", "4 1 []", "0 None [] 0 []", "0 ['cuCtxSynchronize()', 'cuMemFree_v2(0)']"]
+    assert lines == [
+        f"0 0 {alloc}",
+        f"1 0 {alloc}",
+        f"3 0 {alloc}",
+        "2 1 []",
+        "4 1 []",
+        "0 None [] 0 []",
+        "0 ['cuCtxSynchronize()', 'cuMemFree_v2(0)']",
+    ]
 
 
 def test_event_and_stream_flags(cuda: Callable[[str], list[str]]) -> None:

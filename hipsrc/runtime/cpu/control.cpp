@@ -51,7 +51,7 @@ GLM53_EXPORT void glm53_cpu_seed(uint64_t seed, int on) {
   s.pace_left = 0;
   s.favoured_queue = 0;
   s.trace.clear();
-  s.changed.notify_all();
+  s.work_arrived.notify_all();
 }
 
 // The nth call from now of the named API (1: the next one) fails with `error`; nth 0 clears.

@@ -8,6 +8,8 @@
 
 namespace glm53_cpu {
 
+constexpr int nodes_per_step = 32;
+
 std::shared_ptr<Op> work_of(const Node& node) {
   if (auto kernel = std::dynamic_pointer_cast<KernelOp>(node.work)) return kernel->copy();
   if (auto copy = std::dynamic_pointer_cast<CopyOp>(node.work)) return copy->copy();
@@ -35,9 +37,18 @@ void GraphOp::finish(int node) {
   }
 }
 
+// Unseeded, several nodes run in one step: others get a turn often enough, and a step costs as much as a small kernel.
 bool GraphOp::advance(Step& step) {
   if (!begun_) begin();
-  if (open_.empty()) return true;
+  int most = step.random ? 1 : nodes_per_step;
+  for (int i = 0; i < most && !open_.empty(); i++) {
+    if (!advance_node(step)) break;
+  }
+  return step.error != hipSuccess || open_.empty();
+}
+
+// True if the node was finished.
+bool GraphOp::advance_node(Step& step) {
   int node = open_[step.random ? step.random->below(open_.size()) : turn_++ % open_.size()];
   std::shared_ptr<Op>& op = running_[node];
   if (!op) {
@@ -46,9 +57,8 @@ bool GraphOp::advance(Step& step) {
   }
   bool finished = !op || op->advance(step);
   spinning_ = !finished && op->spinning();
-  if (step.error != hipSuccess) return true;
-  if (finished) finish(node);
-  return open_.empty();
+  if (step.error == hipSuccess && finished) finish(node);
+  return finished;
 }
 
 uint64_t GraphOp::fingerprint() const {

@@ -19,6 +19,7 @@ class GraphOp : public Op {
 
  private:
   void begin();
+  bool advance_node(Step& step);
   void finish(int node);
   std::shared_ptr<const GraphExec> exec_;
   std::vector<std::shared_ptr<Op>> running_;  // by node, made when it is first advanced

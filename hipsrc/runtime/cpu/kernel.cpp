@@ -135,13 +135,14 @@ bool KernelOp::advance_spinning(Step& step) {
   bool finished = strands_->resume(step.random ? step.random->next() : turn, &gave_way, &failed, &message);
   view_->leave();
   spinning_ = gave_way && !finished;
-  if (failed || forbidden_) {
-    report(step, message);
-    return true;
-  }
-  if (!finished) return false;
-  view_->publish();
-  return end(step);
+  bool stopped = failed || forbidden_;
+  if (!stopped && !finished) return false;
+  // The stream keeps its last operation: its threads and copies end here.
+  strands_.reset();
+  if (stopped) report(step, message);
+  else view_->publish();
+  view_.reset();
+  return stopped || end(step);
 }
 
 // A kernel that wrote outside its buffers is named while it is known.

@@ -31,7 +31,8 @@ void Pool::serve(uint64_t seen) {
 }
 
 bool Pool::run(uint64_t total, const Body& body) {
-  unsigned threads = threads_ ? threads_.load() : std::max(1u, std::thread::hardware_concurrency());
+  static const unsigned processors = std::max(1u, std::thread::hardware_concurrency());  // a system call each time
+  unsigned threads = threads_ ? threads_.load() : processors;
   if (threads != helpers_.size() + 1 && !(threads == 1 && helpers_.empty())) stop();
   if (threads == 1 || total == 1) return body(0, total);
   if (helpers_.empty()) {

@@ -65,7 +65,7 @@ void State::stop() {
   {
     std::unique_lock<std::mutex> lock(mutex);
     stopping = true;
-    changed.notify_all();
+    work_arrived.notify_all();
     changed.wait(lock, [&] { return !executing; });
     for (auto& device : devices) lose(*device, hipErrorDeinitialized, "", &dropped);
   }
@@ -92,7 +92,12 @@ void State::enqueue(const std::shared_ptr<Stream>& stream, const std::shared_ptr
   }
   stream->last = op;
   stream->queue->ops.push_back(op);
-  if (!seeded) changed.notify_all();
+  wake_worker();
+}
+
+// A host that waits runs the steps itself, so the worker is woken only when none does.
+void State::wake_worker() {
+  if (!seeded && !waiting_hosts && worker_idle) work_arrived.notify_one();
 }
 
 bool State::ready(const Queue& queue) const {
@@ -203,6 +208,7 @@ void State::lose(Device& device, hipError_t error, const std::string& text, std:
     queue.ops.clear();
   }
   changed.notify_all();
+  work_arrived.notify_one();  // what waited for this device on others may be ready now
 }
 
 void State::lose_now(std::unique_lock<std::mutex>& lock, Device& device, hipError_t error, const std::string& text) {
@@ -237,6 +243,7 @@ void State::wait(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Op>& 
     }
   }
   waiting_hosts--;
+  wake_worker();
 }
 
 void State::wait_device(std::unique_lock<std::mutex>& lock, Device& device) {
@@ -255,8 +262,13 @@ void State::rest(std::unique_lock<std::mutex>& lock) {
 void State::work() {
   std::unique_lock<std::mutex> lock(mutex);
   while (!stopping) {
-    if (!seeded && run_step(lock)) rest(lock);
-    else changed.wait(lock);
+    if (!seeded && run_step(lock)) {
+      rest(lock);
+      continue;
+    }
+    worker_idle = true;
+    work_arrived.wait(lock);
+    worker_idle = false;
   }
 }
 

@@ -159,7 +159,8 @@ struct Failure {
 
 struct State {
   std::mutex mutex;
-  std::condition_variable changed;  // an operation finished, a step ended, or work arrived
+  std::condition_variable changed;       // a step ended, or operations were dropped
+  std::condition_variable work_arrived;  // for the worker
 
   // Settings
   pid_t process = getpid();
@@ -185,6 +186,7 @@ struct State {
   // Scheduling
   bool executing = false;
   bool stopping = false;
+  bool worker_idle = false;
   int waiting_hosts = 0;
   size_t last_queue = 0;
   // Seeded mode. Uniform draws would rarely let one queue run far ahead of another or the host far ahead of all, so both have phases.
@@ -226,6 +228,7 @@ struct State {
   bool stuck();
   // Leaves the processors to others when only spinning kernels have run for a while.
   void rest(std::unique_lock<std::mutex>& lock);
+  void wake_worker();
   void work();
 };
 
