@@ -5,14 +5,15 @@ The parent never opens the runtime, so that the child can. `--cpu-runtime PATH` 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cpu_hip import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -21,6 +22,11 @@ CHILD_SECONDS = 60
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-runtime", default=None, help="libamdhip64.so to test instead of glm53/_native/cpu/libamdhip64.so")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These tests come first: afterwards the session's own engines keep a runtime open."""
+    items.sort(key=lambda item: HERE not in item.path.parents)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,8 +58,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _give_up_in_time() -> None:
-    import faulthandler
-
     faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True)
 
 
@@ -85,11 +89,6 @@ def _build(target: Path, *options: str) -> Path:
 
 
 @pytest.fixture
-def gpu(cpu_library: Path, cpu_code_object: Path) -> object:
+def gpu(cpu_library: Path, cpu_code_object: Path) -> Gpu:
     """Not opened yet: the first call in the child opens it."""
-    sys.path.insert(0, str(HERE))
-    try:
-        import cpu_hip
-    finally:
-        sys.path.remove(str(HERE))
-    return cpu_hip.Gpu(cpu_library, cpu_code_object)
+    return Gpu(cpu_library, cpu_code_object)

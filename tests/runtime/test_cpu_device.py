@@ -133,7 +133,18 @@ def test_fault_injection_hits_the_nth_call(gpu: Any) -> None:
 
 
 def test_live_counts_come_back_to_zero(gpu: Any) -> None:
-    kinds = ("allocations", "allocated_bytes", "host_allocations", "registrations", "streams", "events", "modules", "graphs", "graph_execs", "queued")
+    kinds = (
+        "allocations",
+        "allocated_bytes",
+        "host_allocations",
+        "registrations",
+        "streams",
+        "events",
+        "modules",
+        "graphs",
+        "graph_execs",
+        "queued",
+    )
     before = {kind: gpu.live(kind) for kind in kinds if gpu.hip}
     address, host, stream, event = gpu.alloc(100), gpu.hipHostMalloc(64, 0), gpu.hipStreamCreate(), gpu.hipEventCreate()
     array = np.zeros(5000, np.uint8)

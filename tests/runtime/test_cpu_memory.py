@@ -45,7 +45,9 @@ def test_absurd_sizes(gpu: Any) -> None:
     assert gpu.live("allocations") == 0
 
 
-@pytest.mark.parametrize(("flags", "result"), [(0, "hipSuccess"), (1, "hipSuccess"), (3, "hipSuccess"), (2, "hipErrorInvalidValue"), (9, "hipErrorInvalidValue")])
+@pytest.mark.parametrize(
+    ("flags", "result"), [(0, "hipSuccess"), (1, "hipSuccess"), (3, "hipSuccess"), (2, "hipErrorInvalidValue"), (9, "hipErrorInvalidValue")]
+)
 def test_allocation_flags(gpu: Any, flags: int, result: str) -> None:
     assert gpu.code("hipExtMallocWithFlags", 64, flags) == result
 

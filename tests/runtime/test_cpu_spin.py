@@ -20,7 +20,13 @@ def pair(gpu: Any, words: int = 64, flags: int = UNCACHED) -> list[tuple[int, in
         gpu.hipSetDevice(device)
         gpu.hipDeviceEnablePeerAccess(1 - device, 0)
         gpu.function("exchange")
-        made.append((gpu.upload(np.zeros(words, np.uint64), flags), gpu.upload(np.zeros(words, np.uint64)), gpu.hipStreamCreateWithFlags(NON_BLOCKING)))
+        made.append(
+            (
+                gpu.upload(np.zeros(words, np.uint64), flags),
+                gpu.upload(np.zeros(words, np.uint64)),
+                gpu.hipStreamCreateWithFlags(NON_BLOCKING),
+            )
+        )
     return made
 
 

@@ -40,8 +40,8 @@ int poisoned_file() {
   return file;
 }
 
-// Registered ranges are widened to whole pages, and so to bytes of strangers, among them the red zones of a sanitizer's heap: copies of such
-// pages avoid the functions that a sanitizer replaces.
+// Registered ranges are widened to whole pages, and so to bytes of strangers, among them the red zones of a sanitizer's heap: copies of
+// such pages avoid the functions that a sanitizer replaces.
 __attribute__((no_sanitize("address", "thread"))) void copy_pages(uint64_t to, uint64_t from, uint64_t bytes) {
   for (uint64_t i = 0; i < bytes; i += sizeof(uint64_t)) {
     *reinterpret_cast<volatile uint64_t*>(to + i) = *reinterpret_cast<const volatile uint64_t*>(from + i);
