@@ -28,6 +28,41 @@ class DType(enum.Enum):
         self.item_bytes = item_bytes
 
 
+class RowFormat(enum.Enum):
+    """How a history row [latent | rope] lies in memory, little-endian and contiguous. Sizes at latent 512, rope 64.
+
+    F32: 2,304 B, parity. BF16: 1,152 B. Q8G64: 656 B: latent i8, one f16 scale per 64 latent values, rope bf16.
+    """
+
+    F32 = "f32"
+    BF16 = "bf16"
+    Q8G64 = "q8g64"
+
+    def row_bytes(self, latent: int, rope: int) -> int:
+        """Bytes of a row. Raises ValueError where the format cannot hold these widths (rows are multiples of 16 bytes)."""
+        if self is RowFormat.Q8G64:
+            if latent % 64:
+                raise ValueError(f"q8g64 rows need a latent width that is a multiple of 64, got {latent}; use f32 or bf16 rows")
+            size = latent + latent // 64 * 2 + rope * 2
+        else:
+            size = (latent + rope) * (4 if self is RowFormat.F32 else 2)
+        if size % 16:
+            raise ValueError(f"{self.value} rows of latent {latent} and rope {rope} are {size} bytes, wanted a multiple of 16")
+        return size
+
+
+class Space(enum.IntEnum):
+    """Where a row reference points (docs/decisions/0003-host-tier.md): bits 0 and 1 of the reference."""
+
+    HOT = 0
+    EXTENT = 1
+    STAGING = 2
+    LINEAR = 3
+
+
+Offsets = tuple[int, int, int, int]  # bytes added to the payload of a row reference, by Space
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Shape of a `glm_moe_dsa` model. Widths in elements, counts in units of what they count.
