@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from glm53.config import EngineConfig
-from glm53.errors import Glm53Error, InputError, human_bytes
+from glm53.errors import Glm53Error, InputError, human_bytes, short_bytes
 from glm53.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ for the device; 4 not enough device memory; 5 a HIP call failed or the device wa
 
 
 class Command(click.Command):
-    """A command whose options are listed in titled groups, in the order they were declared; turns errors of this package into exit codes."""
+    """A command whose parameters are listed in titled groups, in the order they were declared; turns errors of this package into exit codes."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+                groups.setdefault(getattr(parameter, "group", "Output"), []).append(record)
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)
@@ -42,20 +43,43 @@ class Command(click.Command):
         except Glm53Error as error:
             click.echo(f"glm53 {self.name}: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # the reader of our output has left: click ends quietly
+            click.echo(f"glm53 {self.name}: {error}", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             ctx.exit(130)
+
+
+class Argument(click.Argument):
+    """An argument with a line of help, listed under Arguments."""
+
+    group = "Arguments"
+
+    def __init__(self, *args: Any, text: str, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.text = text
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.make_metavar(ctx), self.text
 
 
 class GroupedOption(click.Option):
     """An option that knows the title it is listed under."""
 
-    def __init__(self, *args: Any, group: str = "Other", **kwargs: Any):
+    def __init__(self, *args: Any, group: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.group = group
 
 
 def option(*names: str, group: str, **kwargs: Any) -> Any:
     return click.option(*names, cls=GroupedOption, group=group, **kwargs)
+
+
+model_argument = click.argument(
+    "model", cls=Argument, type=click.Path(exists=True, file_okay=False, path_type=Path), text="Directory of a checkpoint in Hugging Face's layout."
+)
 
 
 def engine_options(command: Any) -> Any:
@@ -81,9 +105,13 @@ def main() -> None:
     """Run GLM-5.3 (glm_moe_dsa) checkpoints without torch, on AMD GPUs, NVIDIA GPUs or the CPU."""
 
 
-@main.command(cls=Command, epilog='Example: glm53 generate models/glm53-demo "In the beginning" --temperature 0 --max-tokens 64\n\n' + EXIT_CODES)
-@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("prompt", required=False)
+@main.command(
+    cls=Command,
+    short_help="Continue a prompt.",
+    epilog='Example: glm53 generate models/glm53-demo "In the beginning" --temperature 0 --max-tokens 64\n\n' + EXIT_CODES,
+)
+@model_argument
+@click.argument("prompt", cls=Argument, required=False, text="The prompt's text. Not given: --prompt-file, --prompt-ids or standard input.")
 @option("--prompt-file", group="Prompt", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the prompt from a UTF-8 file.")
 @option("--prompt-ids", group="Prompt", help="The prompt as token ids: 1,2,3.")
 @option("--chat", group="Prompt", is_flag=True, help="Put the prompt into the checkpoint's chat template as one user message.")
@@ -103,20 +131,19 @@ def main() -> None:
 @option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object instead of streaming text.")
 @option("--quiet", group="Output", is_flag=True, help="No progress and no summary line on standard error.")
 def generate(model: Path, prompt: str | None, **options: Any) -> None:
-    """Continue PROMPT with MODEL, a Hugging Face checkpoint directory.
-
-    PROMPT may be an argument, a file (--prompt-file) or standard input.
-    """
+    """Continue PROMPT with MODEL. The text streams to standard output, a line of figures follows on standard error."""
     from glm53.engine import Engine
 
     settings = {f.name: options.pop(f.name) for f in fields(EngineConfig)}
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     source = {name: options.pop(name) for name in ("prompt_file", "prompt_ids", "chat", "system", "reasoning_effort")}
+    if options["logprobs"] is not None and not as_json:
+        raise InputError("--logprobs needs --json")
     text = read_prompt(prompt, source)
     config = EngineConfig(**settings)
     SamplingParams(**{k: v for k, v in options.items() if v is not None})  # refuses bad values before a device is touched
     show = not quiet and not as_json
-    with Engine.open(model, config, progress=LoadProgress() if show and sys.stderr.isatty() else None) as engine:
+    with Engine.open(model, config, progress=LoadProgress() if show and sys.stderr is not None and sys.stderr.isatty() else None) as engine:
         params = replace(engine.default_params(), **{k: v for k, v in options.items() if v is not None})
         if source["chat"]:
             if engine.tokenizer is None:
@@ -124,7 +151,7 @@ def generate(model: Path, prompt: str | None, **options: Any) -> None:
             messages = [{"role": "system", "content": source["system"]}] if source["system"] else []
             messages.append({"role": "user", "content": text})
             ids = engine.tokenizer.encode_chat(messages, reasoning_effort=source["reasoning_effort"])
-        elif source["prompt_ids"]:
+        elif source["prompt_ids"] is not None:
             ids = parse_ids(source["prompt_ids"])
         else:
             ids = engine.encode(text)
@@ -150,7 +177,6 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
         reason = chunk.finish_reason or reason
         if not as_json:
             click.echo(chunk.text, nl=False)
-            sys.stdout.flush()
     ended = time.perf_counter()
     prefill_s, decode_s = first - started, ended - first
     memory = engine.memory()
@@ -177,7 +203,7 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
         click.echo(
             f"[{len(ids)} prompt tokens at {rates['prompt_tokens_per_s']:.1f}/s, {len(tokens)} new at {rates['decode_tokens_per_s']:.1f}/s, "
             f"{reason}, seed {params.seed}; {engine.device.runtime.name}: {engine.device.name}; "
-            + ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in memory.items())
+            + ", ".join(f"{name} {short_bytes(value)}" for name, value in memory.items())
             + "]",
             err=True,
         )
@@ -185,14 +211,18 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
 
 def read_prompt(prompt: str | None, source: dict[str, Any]) -> str:
     """The prompt's text from exactly one source. Raises InputError on none, several, or invalid UTF-8."""
-    given = [name for name, value in (("PROMPT", prompt), ("--prompt-file", source["prompt_file"]), ("--prompt-ids", source["prompt_ids"])) if value]
+    given = [
+        name
+        for name, value in (("PROMPT", prompt), ("--prompt-file", source["prompt_file"]), ("--prompt-ids", source["prompt_ids"]))
+        if value is not None
+    ]
     if len(given) > 1:
         raise InputError(f"prompt: got {' and '.join(given)}, wanted one of them")
     if source["system"] and not source["chat"]:
         raise InputError("--system needs --chat")
-    if source["chat"] and source["prompt_ids"]:
+    if source["chat"] and source["prompt_ids"] is not None:
         raise InputError("--chat takes a text, --prompt-ids are used as they are; give one of the two")
-    if source["prompt_ids"]:
+    if source["prompt_ids"] is not None:
         return ""
     if prompt is not None:
         try:
@@ -201,7 +231,7 @@ def read_prompt(prompt: str | None, source: dict[str, Any]) -> str:
             raise InputError("prompt argument: it is not valid UTF-8; save it as UTF-8 and use --prompt-file") from error
         text = prompt
     else:
-        if not source["prompt_file"] and sys.stdin.isatty():
+        if not source["prompt_file"] and (sys.stdin is None or sys.stdin.isatty()):
             raise InputError("no prompt: give it as an argument, with --prompt-file, or on standard input")
         name = source["prompt_file"] or "standard input"
         raw = source["prompt_file"].read_bytes() if source["prompt_file"] else sys.stdin.buffer.read()
@@ -239,8 +269,10 @@ class LoadProgress:
         click.echo("\r\x1b[K" + ("" if finished else line), err=True, nl=False)
 
 
-@main.command(cls=Command, epilog="Example: glm53 inspect models/glm53-demo\n\n" + EXIT_CODES)
-@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@main.command(
+    cls=Command, short_help="Show a checkpoint's shape, formats and costs.", epilog="Example: glm53 inspect models/glm53-demo\n\n" + EXIT_CODES
+)
+@model_argument
 @option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
 def inspect(model: Path, as_json: bool) -> None:
     """Show a checkpoint's shape, formats, bytes per kind of tensor and what a token of history costs. Needs no device."""
@@ -250,7 +282,7 @@ def inspect(model: Path, as_json: bool) -> None:
     click.echo(json.dumps(inspection.as_dict(), indent=2) if as_json else inspection.table())
 
 
-@main.command(cls=Command, epilog="Example: glm53 devices --runtime cpu\n\n" + EXIT_CODES)
+@main.command(cls=Command, short_help="List devices and code objects.", epilog="Example: glm53 devices --runtime cpu\n\n" + EXIT_CODES)
 @option("--runtime", group="Engine", type=click.Choice(["auto", "rocm", "cuda", "cpu"]), default="auto", show_default=True, help="HIP runtime.")
 @option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
 def devices(runtime: str, as_json: bool) -> None:
@@ -264,7 +296,7 @@ def devices(runtime: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"runtime": info.name, "library": str(info.library), "reason": info.reason, "devices": rows, "objects": objects}))
         return
-    click.echo(f"runtime {info.name} ({info.reason}), library {info.library}")
+    click.echo(f"runtime {info.name} ({info.reason})\nlibrary {info.library}")
     for row in rows:
         click.echo(
             f"  {row['index']}: {row['name']}, {row['arch']}, {human_bytes(row['total_bytes'])}, {human_bytes(row['free_bytes'])} free, "
@@ -273,7 +305,7 @@ def devices(runtime: str, as_json: bool) -> None:
     click.echo("code objects: " + ", ".join(sorted(objects)))
 
 
-@main.command(cls=Command, epilog="Example: glm53 selftest --device 0\n\n" + EXIT_CODES)
+@main.command(cls=Command, short_help="Check every kernel on a device.", epilog="Example: glm53 selftest --device 0\n\n" + EXIT_CODES)
 @option("--runtime", group="Engine", type=click.Choice(["auto", "rocm", "cuda", "cpu"]), default="auto", show_default=True, help="HIP runtime.")
 @option("--device", "device_index", group="Engine", type=int, default=0, show_default=True, help="Device index.")
 @option("--thorough", group="Output", is_flag=True, help="Also the large cases.")

@@ -17,7 +17,7 @@ from typing import Any
 
 from glm53.errors import CheckpointError, InputError
 from glm53.files import CONFIG_FILE, GENERATION_FILE, check_directory, read_json_object
-from glm53.spec import ModelSpec
+from glm53.spec import ModelSpec, RowFormat
 
 MODEL_TYPE = "glm_moe_dsa"
 SCALE_BLOCK = 128  # rows and columns of one FP8 scale block, the only size released
@@ -218,8 +218,8 @@ def read_generation_config(path: str | Path) -> GenerationDefaults:
     if not file.exists():
         return GenerationDefaults()
     fields = _Fields(read_json_object(file), str(file))
-    limits = {"temperature": 1e3, "top_p": 1.0, "min_p": 1.0, "repetition_penalty": 1e3}
-    numbers = {key: fields.number(key, 0.0, high) for key, high in limits.items() if fields.has(key)}
+    limits = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 1e3)}
+    numbers = {key: fields.number(key, *limit) for key, limit in limits.items() if fields.has(key)}
     if fields.values.get("do_sample") is False:
         numbers["temperature"] = 0.0
     return GenerationDefaults(top_k=fields.integer("top_k", 0, _WIDTH_MAX) if fields.has("top_k") else None, **numbers)
@@ -309,6 +309,16 @@ class EngineConfig:
     extent_rows: int = _setting(256, "Rows of one history extent, a multiple of 64.", unit="rows")
     context_rows_max: int = _setting(0, "Longest history of a session, prompt and output; 0: the model's limit.", unit="tokens")
     sessions_max: int = _setting(1, "Sessions that may be open at once.", unit="sessions")
+    kv_tier: str = _setting("host", "Where histories live: host RAM behind a hot cache on the device, or resident on the device.", choices=("host", "resident"))
+    kv_format: str = _setting(
+        "auto",
+        "Format of history rows: auto is f32 with dtype f32, else q8g64 where the widths allow it, else bf16.",
+        choices=("auto", "q8g64", "bf16", "f32"),
+    )
+    hot_rows: int = _setting(32768, "Rows per session and layer that the device keeps of a history in host RAM, its ring included.", unit="rows")
+    host_kv_gib: float = _setting(0.0, "Host RAM page-locked for histories at start; 0: chunk by chunk as they grow.", unit="GiB")
+    host_memory: str = _setting("register", "How host RAM is page-locked: hipHostRegister or hipHostMalloc.", choices=("register", "hostmalloc"))
+    host_chunk_mib: int = _setting(256, "Size of one page-locked piece of host RAM.", unit="MiB")
     check_weights: bool = _setting(False, "Look for NaN and infinity in every tensor before loading.")
 
     def __post_init__(self) -> None:
@@ -329,11 +339,29 @@ class EngineConfig:
             raise InputError(f"extent_rows is {self.extent_rows}, expected a multiple of 64 (rows are copied in groups of 64)")
         self._range("context_rows_max", 0, 1 << 30)
         self._range("sessions_max", 1, 1 << 16)
+        self._range("hot_rows", 65, 1 << 24)
+        self._range("host_kv_gib", 0, 1 << 20)
+        self._range("host_chunk_mib", 2, 1 << 20)
+        if self.dtype == "f32" and self.kv_format == "bf16" or self.dtype == "bf16" and self.kv_format == "f32":
+            raise InputError(f"kv_format is {self.kv_format}, expected auto, q8g64 or {self.dtype} with dtype {self.dtype}")
+
+    def row_format(self, spec: ModelSpec) -> RowFormat:
+        """Format of history rows for a model. Raises InputError where the format cannot hold its widths."""
+        if self.kv_format == "auto":
+            if self.dtype == "f32":
+                return RowFormat.F32
+            return RowFormat.BF16 if spec.kv_lora_rank % 64 or spec.kv_lora_rank // 64 * 2 % 16 else RowFormat.Q8G64
+        row_format = RowFormat(self.kv_format)
+        try:
+            row_format.row_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
+        except ValueError as error:
+            raise InputError(f"kv_format: {error}") from error
+        return row_format
 
     def _range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
         if not low <= value <= high:  # also catches NaN
-            raise InputError(f"{name} is {value}, expected {low:g} to {high:g}")
+            raise InputError(f"{name} is {value}, expected {low:,} to {high:,}")
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:

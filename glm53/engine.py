@@ -4,13 +4,16 @@
     with Engine.open("models/glm53-demo") as engine:
         print(engine.generate("In the beginning", SamplingParams(temperature=0)).text)
 
-One engine drives one device from one thread at a time. Greedy or sampled, a request's tokens depend on its prompt, its parameters, the chunk size
-class of its prompt rows and the weights alone, never on the requests beside it.
+One engine drives one device. Several threads may use it: their steps take turns, and their requests together need at most `sessions_max`
+sessions. Greedy or sampled, a request's tokens depend on its prompt, its parameters, the chunk size class of its prompt rows and the weights
+alone, never on the requests beside it.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,19 +22,22 @@ from typing import cast
 
 import numpy as np
 
+from glm53.check import litmus
 from glm53.config import EngineConfig, GenerationDefaults, read_config, read_generation_config
-from glm53.errors import Glm53Error, InputError
+from glm53.errors import Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
-from glm53.kv import RowStore
+from glm53.kv import HostTier, HostTierConfig, ResidentTier, RowStore
 from glm53.mem.extents import ExtentShape
 from glm53.model.checkpoint import Checkpoint
-from glm53.model.forward import Forward, RowClass, Rows
+from glm53.model.forward import Forward, RowClass, Rows, row_layout
 from glm53.model.sampler import Drawn, Sampler
 from glm53.model.weights import Weights, load_weights
 from glm53.sampling import SamplingParams
-from glm53.sched.queue import Prefill, Queue
+from glm53.sched.queue import Prefill, Queue, Step
 from glm53.spec import DType, ModelSpec
 from glm53.tokenizer import StopMatcher, StreamDecoder, Tokenizer
+
+STEP_ROWS_MIN = 8  # query rows that one step can hold, even with one session: room for draft verification
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int, str], None]
@@ -87,23 +93,69 @@ class _Request:
 class Engine:
     """A model on a device. Open with `Engine.open`, close with `close` or a `with` block."""
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, device: Device, weights: Weights, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        device: Device,
+        weights: Weights,
+        tokenizer: Tokenizer | None,
+        progress: Progress | None = None,
+    ):
         self.config, self.spec, self.device, self.weights, self.tokenizer = config, spec, device, weights, tokenizer
         self.defaults = GenerationDefaults()
         self.dtype = DType.F32 if config.dtype == "f32" else DType.BF16
         self.context_rows_max = min(config.context_rows_max or spec.max_position_embeddings, spec.max_position_embeddings)
+        self.notes: list[str] = []  # which fast paths are in use, and why
+        fetch = self._fetch_method()
+        # Right before the tier makes its own two: neighbouring streams get different hardware queues, so that they can overlap.
         self._stream = device.stream()
+        self._passes = deque([device.event(), device.event()])  # ends of the last two passes, the last one first
+        self._turn = threading.RLock()  # held for a step; re-entrant, since an abandoned stream may be collected inside a step
         self.sessions_max = config.sessions_max
-        item = self.dtype.item_bytes
-        shapes = [
-            (ExtentShape(config.extent_rows, spec.n_layers, spec.row_width * item), "history"),
-            (ExtentShape(config.extent_rows, len(spec.full_layers), spec.index_head_dim * item), "index keys"),
-        ]
-        self.rows, self.keys = (RowStore(device, self._stream, shape, self.sessions_max, self.context_rows_max, name) for shape, name in shapes)
-        rows_max = max(config.prefill_chunk_rows, self.sessions_max)
-        self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.rows, self.keys)
+        self.step_rows_max = max(self.sessions_max, STEP_ROWS_MIN)
+        rows_max = max(config.prefill_chunk_rows, self.step_rows_max)
+        self.tier = self._make_tier(rows_max, fetch, progress)
+        key_shape = ExtentShape(config.extent_rows, len(spec.full_layers), spec.index_head_dim * self.dtype.item_bytes)
+        self.keys = RowStore(device, self._stream, key_shape, self.sessions_max, self.context_rows_max, "index keys")
+        self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.tier, self.keys)
         self.sampler = Sampler(device, self._stream, self.sessions_max, spec.vocab_size)
-        self.logits = Array.empty(device, DType.F32, (self.sessions_max, spec.vocab_size), category="workspace")
+        self.logits = Array.empty(device, DType.F32, (self.step_rows_max, spec.vocab_size), category="workspace")
+
+    def _fetch_method(self) -> str:
+        """How the host tier brings missed rows: by kernels that read host memory where the litmus loop passes, else gathered by the host."""
+        if self.config.kv_tier == "resident":
+            return "kernel"
+        reads_host = litmus.registered_memory(self.device)
+        self.notes.append(
+            f"missed rows are read by kernels straight from host memory ({reads_host.detail})"
+            if reads_host.passed
+            else f"missed rows are gathered by the host, since kernels cannot read registered memory here: {reads_host.detail}"
+        )
+        return "kernel" if reads_host.passed else "copy"
+
+    def _make_tier(self, pass_rows_max: int, fetch: str, progress: Progress | None) -> ResidentTier | HostTier:
+        config = self.config
+        layout = row_layout(self.spec, config.row_format(self.spec))
+        if config.kv_tier == "resident":
+            return ResidentTier(
+                self.device, self._stream, layout, config.extent_rows, self.sessions_max, self.context_rows_max, pass_rows_max
+            )
+        # More hot rows than a session can have would never be used.
+        hot_rows = min(config.hot_rows, -(-self.context_rows_max // 64) * 64)
+        sizes = HostTierConfig(
+            hot_rows=max(hot_rows, HostTierConfig.ring_rows_for(self.step_rows_max) + 64) if hot_rows < config.hot_rows else hot_rows,
+            step_rows_max=self.step_rows_max,
+            extent_rows=config.extent_rows,
+            sessions_max=self.sessions_max,
+            rows_max=self.context_rows_max,
+            topk=self.spec.index_topk,
+            host_bytes=int(config.host_kv_gib * 2**30),
+            chunk_bytes=config.host_chunk_mib << 20,
+            method=config.host_memory,
+            fetch=fetch,
+        )
+        return HostTier(self.device, self._stream, layout, sizes, progress)
 
     @classmethod
     def open(cls, path: str | Path, config: EngineConfig | None = None, progress: Progress | None = None, **settings: object) -> Engine:
@@ -114,8 +166,11 @@ class Engine:
         """
         if config is not None and settings:
             raise InputError("Engine.open: give either config or single settings, not both")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise InputError(f"Engine.open: config is {type(config).__name__}, wanted an EngineConfig, or single settings such as dtype='f32'")
         config = config or EngineConfig.of(**settings)
         spec = read_config(path, latent_norm_eps=config.latent_norm_eps)
+        defaults = read_generation_config(path)
         checkpoint = Checkpoint.open(path)
         tokenizer = Tokenizer.open(path) if (Path(path) / "tokenizer.json").exists() else None
         runtime.select(None if config.runtime == "auto" else config.runtime)
@@ -123,11 +178,11 @@ class Engine:
         try:
             dtype = DType.F32 if config.dtype == "f32" else DType.BF16
             weights = load_weights(checkpoint, spec, device, dtype, progress=progress, check=config.check_weights)
-            engine = cls(config, spec, device, weights, tokenizer)
+            engine = cls(config, spec, device, weights, tokenizer, progress)
         except BaseException:
             device.close(free_buffers=True)
             raise
-        engine.defaults = read_generation_config(path)
+        engine.defaults = defaults
         return engine
 
     def close(self) -> None:
@@ -157,7 +212,7 @@ class Engine:
         params: one for all, or one per prompt; None: `default_params()`. Raises InputError before anything runs.
         """
         single = _is_single(prompts)
-        requests = self._requests(_listed(prompts), params)
+        requests = self._requests(prompts, params)
         texts: dict[int, list[str]] = {r.index: [] for r in requests}
         logprobs: dict[int, list[TokenLogprob]] = {r.index: [] for r in requests}
         for chunk in self._run(requests):
@@ -171,38 +226,39 @@ class Engine:
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[Chunk]:
         """Like `generate`, step by step. Closing the iterator early ends the requests and frees their memory."""
-        return self._run(self._requests(_listed(prompts), params))
+        return self._run(self._requests(prompts, params))
 
     def generate_logits(self, prompt_ids: Sequence[int], new_tokens: int, forced: Sequence[int] | None = None) -> tuple[list[int], np.ndarray]:
         """Greedy tokens and all their logits: (tokens, [new_tokens, vocab] f32). With `forced`, those tokens are fed instead of the greedy ones."""
         self._check_ids(list(prompt_ids))
-        slot = self._open_session()
         logits = np.empty((new_tokens, self.spec.vocab_size), np.float32)
         tokens: list[int] = []
-        try:
-            out = self.logits.slice(0, 1)
-            for start in range(0, len(prompt_ids), self.config.prefill_chunk_rows):
-                chunk = list(prompt_ids[start : start + self.config.prefill_chunk_rows])
-                self._pass([(slot, chunk)], RowClass.PREFILL, out)
+        with self.session() as session:
+            logits[0] = session.prefill(prompt_ids)
             for i in range(new_tokens):
-                logits[i] = out.numpy(self._stream)[0]
                 tokens.append(int(logits[i].argmax()))
                 if i + 1 < new_tokens:
-                    self._pass([(slot, [forced[i] if forced is not None else tokens[-1]])], RowClass.STEP, out)
-        finally:
-            self._close_session(slot)
+                    logits[i + 1] = session.step([forced[i] if forced is not None else tokens[-1]])[0]
         return tokens, logits
 
-    def _requests(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Request]:
+    def session(self) -> Session:
+        """A history of its own that the caller drives row by row: prompts, steps of several rows, truncation."""
+        return Session(self)
+
+    def _requests(self, given: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Request]:
+        prompts = [cast(Prompt, given)] if _is_single(given) else list(cast(Sequence[Prompt], given))
         if not prompts:
             raise InputError("prompts: got an empty list, wanted at least one prompt")
         shared = self.default_params() if params is None else params
-        every = [shared] * len(prompts) if isinstance(shared, SamplingParams) else list(shared)
+        every = list(shared) if isinstance(shared, (list, tuple)) else [cast(SamplingParams, shared)] * len(prompts)
+        wrong = next((one for one in every if not isinstance(one, SamplingParams)), None)
+        if wrong is not None:
+            raise InputError(f"params: got {type(wrong).__name__}, wanted SamplingParams")
         if len(every) != len(prompts):
             raise InputError(f"params: got {len(every)}, wanted one or {len(prompts)}, as many as prompts")
         requests = []
         for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
-            ids = self.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+            ids = self.encode(prompt) if isinstance(prompt, str) else _integers(prompt)
             self._check_ids(ids)
             if one.stop and self.tokenizer is None:
                 raise InputError("stop strings need a tokenizer; this checkpoint has no tokenizer.json: use stop_token_ids")
@@ -217,28 +273,43 @@ class Engine:
             raise InputError("this checkpoint has no tokenizer.json: give the prompt as token ids")
         return self.tokenizer.encode(text)
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _read_logits(self, count: int) -> np.ndarray:
+        logits = self.logits.slice(0, count).numpy(self._stream)
+        self.forward.check_rows()
+        return logits
+
+    def _check_ids(self, ids: list[int], rows: int = 0) -> None:
         if not ids:
             raise InputError("prompt: it is empty, wanted at least one token")
         bad = next((i for i in ids if not 0 <= i < self.spec.vocab_size), None)
         if bad is not None:
             raise InputError(f"prompt: token id {bad}, wanted ids in [0, {self.spec.vocab_size})")
-        if len(ids) >= self.context_rows_max:
+        if rows + len(ids) > self.context_rows_max - (rows == 0):
             raise InputError(
-                f"prompt: {len(ids)} tokens, wanted at most {self.context_rows_max - 1} so that one can follow "
+                f"prompt: {len(ids)} tokens behind {rows}, wanted at most {self.context_rows_max - 1 - rows} so that one can follow "
                 f"(context_rows_max {self.context_rows_max}, the model's limit is {self.spec.max_position_embeddings}); "
                 "shorten it or open the engine with more context"
             )
 
+    def _check_open(self) -> None:
+        if self.device.closed:
+            raise LifetimeError("the engine is used after close(); next: open it again")
+
     def _open_session(self) -> int:
-        slot = self.rows.open()
-        assert self.keys.open() == slot
+        slot = self.tier.open()
+        same = self.keys.open()
+        assert slot == same
         return slot
 
-    def _close_session(self, slot: int) -> None:
-        self._stream.synchronize()  # no kernel may still read rows that the next session overwrites
-        self.rows.release(slot)
-        self.keys.release(slot)
+    def _close_sessions(self, slots: Sequence[int]) -> None:
+        """Gives the sessions' memory back, also when the device refuses to be waited for."""
+        try:
+            if slots and not self.device.closed:
+                self._stream.synchronize()  # no kernel may still read rows that the next session overwrites
+        finally:
+            for slot in slots:
+                self.keys.release(slot)
+                self.tier.close(slot)
 
     def _pass(self, work: list[tuple[int, list[int]]], kind: RowClass, logits: Array) -> None:
         """Computes the next rows of some sessions: (slot, tokens) each. Logits of the last len(logits) rows."""
@@ -246,53 +317,75 @@ class Engine:
         positions: list[int] = []
         sessions: list[int] = []
         for slot, ids in work:
-            start = self.rows.rows(slot)
-            for store in (self.rows, self.keys):
-                store.reserve(slot, start + len(ids))
+            start = self.tier.rows(slot)
+            self.keys.reserve(slot, start + len(ids))
             tokens += ids
             positions += range(start, start + len(ids))
             sessions += [slot] * len(ids)
         batch = Rows(np.array(tokens, np.int32), np.array(positions, np.int32), np.array(sessions, np.int32))
         self.forward.run(batch, kind, logits)
         for slot, ids in work:
-            for store in (self.rows, self.keys):
-                store.advance(slot, len(ids))
+            self.keys.advance(slot, len(ids))
+        # At most two passes are queued, so that an interrupt in a long prompt waits for no more than those.
+        self._passes.rotate()
+        self._passes[0].synchronize()
+        self._passes[0].record(self._stream)
+
+    def _prefill(self, slot: int, ids: list[int], logits: Array) -> None:
+        """Prompt rows behind those that the session has, in as many passes as the tier wants. Logits of the last row."""
+        done = 0
+        while done < len(ids):
+            count = self.tier.chunk_rows(slot, len(ids) - done)
+            count = min(count, self.config.prefill_chunk_rows)
+            self._pass([(slot, ids[done : done + count])], RowClass.PREFILL, logits)
+            done += count
 
     def _run(self, requests: list[_Request]) -> Iterator[Chunk]:
         queue = Queue(self.sessions_max, self.config.prefill_chunk_rows)
         by_serial = {queue.add(len(r.prompt)): r for r in requests}
         try:
             while (action := queue.next()) is not None:
-                if isinstance(action, Prefill):
-                    request = by_serial[action.serial]
-                    if action.start == 0:
-                        request.slot = self._open_session()
-                        self.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
-                    ids = request.prompt[action.start : action.stop]
-                    self._pass([(request.slot, ids)], RowClass.PREFILL, self.logits.slice(0, 1))
-                    active = [(action.serial, request)] if action.last else []
-                else:
-                    active = [(serial, by_serial[serial]) for serial in action.serials]
-                    work = [(r.slot, r.tokens[-1:]) for _, r in active]
-                    self._pass(work, RowClass.STEP, self.logits.slice(0, len(active)))
-                if not active:
-                    continue
-                drawn = self.sampler.draw(
-                    self.logits.slice(0, len(active)),
-                    [(r.slot, r.params, r.seed, len(r.prompt) + len(r.tokens)) for _, r in active],
-                )
-                for (serial, request), one in zip(active, drawn, strict=True):
-                    chunk = self._accept(request, one)
-                    if chunk.finish_reason is not None:
-                        queue.finish(serial)
-                        self._close_session(request.slot)
-                        request.slot = -1
-                    yield chunk
+                with self._turn:
+                    chunks = self._act(action, by_serial, queue)
+                yield from chunks
         finally:
-            for request in requests:
-                if request.slot >= 0:
-                    self._close_session(request.slot)
-                    request.slot = -1
+            with self._turn:
+                self._end([r for r in requests if r.slot >= 0])
+
+    def _end(self, requests: list[_Request]) -> None:
+        """Ends the requests' sessions."""
+        slots = [r.slot for r in requests]
+        for request in requests:
+            request.slot = -1
+        self._close_sessions(slots)
+
+    def _act(self, action: Prefill | Step, by_serial: dict[int, _Request], queue: Queue) -> list[Chunk]:
+        """Does one action of the queue; what it added to the requests that drew a token."""
+        self._check_open()
+        if isinstance(action, Prefill):
+            request = by_serial[action.serial]
+            if action.start == 0:
+                request.slot = self._open_session()
+                self.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
+            ids = request.prompt[action.start : action.stop]
+            self._prefill(request.slot, ids, self.logits.slice(0, 1))
+            active = [(action.serial, request)] if action.last else []
+        else:
+            active = [(serial, by_serial[serial]) for serial in action.serials]
+            work = [(r.slot, r.tokens[-1:]) for _, r in active]
+            self._pass(work, RowClass.STEP, self.logits.slice(0, len(active)))
+        if not active:
+            return []
+        rows = [(r.slot, r.params, r.seed, len(r.prompt) + len(r.tokens)) for _, r in active]
+        drawn = self.sampler.draw(self.logits.slice(0, len(active)), rows)
+        self.forward.check_rows()
+        chunks = [self._accept(request, one) for (_, request), one in zip(active, drawn, strict=True)]
+        ended = [(serial, r) for serial, r in active if r.finish_reason is not None]
+        for serial, _ in ended:
+            queue.finish(serial)
+        if ended:
+            self._end([r for _, r in ended])
+        return chunks
 
     def _accept(self, request: _Request, drawn: Drawn) -> Chunk:
         """Takes a drawn token into the request and says what it adds."""
@@ -319,17 +412,91 @@ class Engine:
         return Chunk(request.index, text, () if ends else (token,), logprobs, request.finish_reason)
 
 
+class Session:
+    """One history driven row by row, greedy or otherwise: the caller picks the tokens. Close it, or use a `with` block.
+
+    Prompt rows and step rows are of different classes (docs/decisions/0001-two-row-classes.md): two sessions that made the same calls have the
+    same bits.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        with engine._turn:
+            engine._check_open()
+            self._slot: int | None = engine._open_session()
+
+    @property
+    def slot(self) -> int:
+        if self._slot is None:
+            raise LifetimeError("the session is used after close(); next: open another one")
+        return self._slot
+
+    @property
+    def rows(self) -> int:
+        """Rows of the history: tokens computed so far."""
+        return self._engine.tier.rows(self.slot)
+
+    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+        """Appends prompt rows; logits [vocab] f32 after the last one."""
+        engine, every = self._engine, _integers(ids)
+        engine._check_ids(every, self.rows)
+        with engine._turn:
+            engine._prefill(self.slot, every, engine.logits.slice(0, 1))
+            return engine._read_logits(1)[0]
+
+    def step(self, ids: Sequence[int]) -> np.ndarray:
+        """Appends 1 to `Engine.step_rows_max` step rows, as decode or verification does; logits [len(ids), vocab] f32."""
+        engine, every = self._engine, _integers(ids)
+        engine._check_ids(every, self.rows)
+        if len(every) > engine.step_rows_max:
+            raise InputError(f"step: got {len(every)} tokens, wanted at most {engine.step_rows_max}; use prefill for more")
+        with engine._turn:
+            engine._pass([(self.slot, every)], RowClass.STEP, engine.logits.slice(0, len(every)))
+            return engine._read_logits(len(every))
+
+    def truncate(self, rows: int) -> None:
+        """Keeps the first `rows` rows. Raises InputError outside [0, rows]."""
+        if not 0 <= rows <= self.rows:
+            raise InputError(f"truncate: got {rows}, wanted 0 to {self.rows}, the rows of this session")
+        with self._engine._turn:
+            self._engine._stream.synchronize()
+            self._engine.tier.truncate(self.slot, rows)
+            self._engine.keys.truncate(self.slot, rows)
+
+    def close(self) -> None:
+        """Gives the history back. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is not None and not self._engine.device.closed:
+            with self._engine._turn:
+                self._engine._close_sessions([slot])
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
 def fresh_seed() -> int:
     """A seed from the system's entropy."""
     return secrets.randbits(64)
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """One prompt, rather than a list of prompts. Raises InputError for what is neither."""
     if isinstance(prompts, str):
         return True
-    return bool(prompts) and all(isinstance(p, (int, np.integer)) for p in prompts)
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    if not isinstance(prompts, (list, tuple)):
+        raise InputError(f"prompts: got {type(prompts).__name__}, wanted a text, a list of token ids, or a list of such prompts")
+    return bool(prompts) and not any(isinstance(p, (str, list, tuple, np.ndarray)) for p in prompts)
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list; a single one becomes a list of one."""
-    return [cast(Prompt, prompts)] if _is_single(prompts) else list(cast(Sequence[Prompt], prompts))
+def _integers(ids: Sequence[int]) -> list[int]:
+    if not isinstance(ids, (list, tuple, np.ndarray)):
+        raise InputError(f"prompt: got {type(ids).__name__}, wanted a text or a list of token ids")
+    wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer))]
+    if wrong:
+        raise InputError(f"prompt: got {wrong[0]!r} among the token ids, wanted integers")
+    return [int(i) for i in ids]

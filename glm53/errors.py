@@ -5,12 +5,17 @@ from __future__ import annotations
 
 def human_bytes(count: int) -> str:
     """`count` bytes exactly and in a binary unit: `23500000 B (22.4 MiB)`."""
+    return f"{count} B" if abs(count) < 1024 else f"{count} B ({short_bytes(count)})"
+
+
+def short_bytes(count: int) -> str:
+    """`count` bytes in the binary unit that suits: `212 B`, `22.4 MiB`."""
     value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            return f"{count} B" if unit == "B" else f"{count} B ({value:.1f} {unit})"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    raise AssertionError("unreachable")
+    return f"{value:.1f} TiB"
 
 
 class Glm53Error(Exception):

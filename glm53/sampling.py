@@ -41,8 +41,11 @@ class SamplingParams:
                 raise InputError(f"{field.name}: got {value!r}, wanted an integer")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), (list, tuple)):
+                raise InputError(f"{name}: got {getattr(self, name)!r}, wanted a list or tuple")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._range("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         self._range("temperature", self.temperature >= 0, ">= 0 (0 is greedy)")
         self._range("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         self._range("top_k", 0 <= self.top_k < 2**31, ">= 0 (0 is off)")
@@ -52,7 +55,7 @@ class SamplingParams:
         self._range("max_tokens", self.max_tokens >= 1, ">= 1")
         self._range("logprobs", self.logprobs is None or 0 <= self.logprobs <= LOGPROBS_MAX, f"in [0, {LOGPROBS_MAX}] or None")
         self._range("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
-        self._range("stop_token_ids", all(isinstance(i, int) and i >= 0 for i in self.stop_token_ids), "token ids >= 0")
+        self._range("stop_token_ids", all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in self.stop_token_ids), "token ids >= 0")
 
     def _range(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:

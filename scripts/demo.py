@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from glm53 import Engine, SamplingParams
-from glm53.errors import Glm53Error
+from glm53.errors import Glm53Error, short_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "glm53-demo"
@@ -47,14 +47,16 @@ def main(runtime: str, new_tokens: int) -> None:
 
         prompt = pass_key_prompt((ROOT / "scripts" / "prose.txt").read_text(encoding="utf-8"))
         ids = engine.encode(prompt)
-        click.echo(f"2. Pass key: {prompt[:36]!r}, then {len(ids)} tokens of text, then {prompt[-44:]!r}")
+        told = prompt.index(KEYS[ASKED])
+        distance = len(engine.encode(prompt[told:]))
+        click.echo(f"2. Pass key: {prompt[: told + len(KEYS[ASKED]) + 1]!r}, then text, and {distance} tokens later {prompt[-44:]!r}")
         click.echo(f"   Each token reads only {spec.index_topk} of the {len(ids)} rows before it, chosen by the indexer.")
         started = time.perf_counter()
         answer = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=8)).text
         click.echo(f"   answer:{answer!r} in {time.perf_counter() - started:.1f} s")
         right = answer.strip().startswith(KEYS[ASKED])
         click.echo(f"   {'right' if right else 'WRONG'}: {KEYS[ASKED]} was told\n")
-        click.echo("device memory: " + ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in engine.memory().items()))
+        click.echo("device memory: " + ", ".join(f"{name} {short_bytes(value)}" for name, value in engine.memory().items()))
     sys.exit(0 if right else 1)
 
 

@@ -1,4 +1,4 @@
-"""Checks of index score, top-k, plan and attention: several sessions in shuffled extents, contexts around k and around extents."""
+"""Checks of index score, top-k and attention: several sessions in shuffled extents, contexts around k and around extents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 from glm53.check import reference_selection as reference
 from glm53.check.case import Bench, Case, draw, round_to
 from glm53.check.compare import Comparison, compare, worst_of
+from glm53.check.reference_rows import row_bits, row_values
 from glm53.hip import Array, Device
 from glm53.mem.extents import ExtentShape
 from glm53.ops import attention, selection
-from glm53.spec import DType
+from glm53.spec import DType, Offsets, RowFormat, Space
 
 
 @dataclass
@@ -159,25 +160,6 @@ def around(k: int, columns: int) -> tuple[int, ...]:
 _KINDS = ("random", "equal", "ties", "signed-zeros", "relu", "infinite", "ascending", "descending", "low-byte")
 
 
-# Plan
-
-
-def run_plan(device: Device) -> Comparison:
-    rng, k = np.random.default_rng(5), 300
-    contexts, sessions = (700, 65, 128), i32([0, 1, 2, 0, 1])
-    counts = i32([300, 65, 128, 0, 1])
-    selected = np.full((5, k), -1, np.int32)
-    for r, count in enumerate(counts):
-        selected[r, :count] = np.sort(rng.permutation(contexts[sessions[r]])[:count])
-    selected[1, :65], selected[4, 0] = np.arange(65), 64  # all of a session, and the first row of its second extent
-    with Bench(device) as bench:
-        histories = lay_out(bench, [draw(s, (2, n, 16)) for s, n in enumerate(contexts)], 64, DType.F32)
-        plan = bench.poison(DType.U64, (5, k))
-        selection.plan_resident(bench.stream, bench.put(selected), bench.put(counts), histories.tables, bench.put(sessions), plan, histories.shape)
-        want = reference.plan_resident(selected, counts, histories.addresses, sessions, 64, histories.shape.row_bytes)
-        return compare("plan", bench.read(plan), want)
-
-
 # Attention
 
 
@@ -189,25 +171,45 @@ class Attending:
     rope: int
     nope: int
     dtype: DType
+    row_format: RowFormat
     counts: tuple[int, ...]
     spread: float = 1.0  # of the queries: large values make the softmax sharp
 
 
+ROWS = 150  # history rows of an attention case
+# One offset a space: below and above 2^31 and 2^32, and backwards.
+SPACE_OFFSETS: Offsets = (-(5 << 31), 3 << 31, 7 << 33, -16)
+
+
+def place_rows(bench: Bench, raw: np.ndarray) -> np.ndarray:
+    """[4, rows] u64 references of rows [rows, row_bytes] u8: every row lies once in each space, in an order of the space's own."""
+    rng = np.random.default_rng(41)
+    refs = np.zeros((len(Space), len(raw)), np.uint64)
+    for space in Space:
+        order = rng.permutation(len(raw))
+        memory = bench.put(raw[order])
+        slots = np.argsort(order).astype(np.uint64)
+        payloads = slots * np.uint64(raw.shape[1]) + np.uint64((memory.address - SPACE_OFFSETS[space]) % (1 << 64))
+        refs[space] = payloads | np.uint64(space)
+    return refs
+
+
 def run_attend(case: Attending, device: Device) -> Comparison:
-    rng, rows, k, width = np.random.default_rng(3), len(case.counts), max(max(case.counts), 1), case.latent + case.rope
-    session, plane = draw(11, (2, 150, width), case.dtype), 1
+    """Against the reference, each row alone, and with every row read from one space: the same bits."""
+    rng, rows, k = np.random.default_rng(3), len(case.counts), max(max(case.counts), 1)
+    raw, _ = row_bits(draw(11, (ROWS, case.latent + case.rope), case.dtype), case.latent, case.row_format)
     q_latent = draw(12, (rows, case.heads, case.latent), case.dtype, case.spread)
     q = draw(13, (rows, case.heads, case.nope + case.rope), case.dtype, case.spread)
-    chosen = [rng.integers(0, 150, count) for count in case.counts]  # any order, repeats allowed: the plan decides
+    chosen = [rng.integers(0, ROWS, count) for count in case.counts]  # any order, repeats allowed: the plan decides
     scale = (case.nope + case.rope) ** -0.5
     with Bench(device) as bench:
-        histories = lay_out(bench, [session], 64, case.dtype)
-        shape = histories.shape
-        plan = np.zeros((rows, k), np.uint64)
+        refs = place_rows(bench, raw)
+        mixed, hot = np.zeros((rows, k), np.uint64), np.zeros((rows, k), np.uint64)
         for r, p in enumerate(chosen):
-            plan[r, : len(p)] = histories.addresses[0, p // 64] + (p % 64 * shape.row_bytes).astype(np.uint64)
+            mixed[r, : len(p)] = refs[rng.integers(0, len(Space), len(p)), p]
+            hot[r, : len(p)] = refs[Space.HOT, p]
 
-        def attend(of: slice) -> Array:
+        def attend(plan: np.ndarray, of: slice) -> Array:
             out = bench.poison(case.dtype, q_latent[of].shape)
             attention.attend(
                 bench.stream,
@@ -216,30 +218,59 @@ def run_attend(case: Attending, device: Device) -> Comparison:
                 bench.put(plan[of]),
                 bench.put(i32(case.counts)[of]),
                 out,
-                plane_offset_bytes=plane * shape.plane_bytes,
+                offsets=SPACE_OFFSETS,
+                row_format=case.row_format,
                 rope_offset=case.nope,
                 scale=scale,
             )
             return out
 
-        together = attend(slice(0, rows))
-        want, size = reference.attend(q_latent, q[:, :, case.nope :], [session[plane, p] for p in chosen], scale)
+        together = attend(mixed, slice(0, rows))
+        history = row_values(raw, case.latent, case.row_format)
+        want, size = reference.attend(q_latent, q[:, :, case.nope :], [history[p] for p in chosen], scale)
         result = compare("out", bench.read(together), round_to(want, case.dtype), case.dtype, size)
         bits = bench.bits(together)
+        compare("all rows hot", bench.bits(attend(hot, slice(0, rows))), bits)
         for r in range(rows):
-            compare(f"row {r} alone", bench.bits(attend(slice(r, r + 1)))[0], bits[r])
+            compare(f"row {r} alone", bench.bits(attend(mixed, slice(r, r + 1)))[0], bits[r])
         return result
 
 
+def run_scales(device: Device) -> Comparison:
+    """Every finite f16 as the scale of a group, read through attention: with one row in the plan the output is its latent, exactly."""
+    patterns = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    scales = patterns[np.isfinite(patterns.view(np.float16))].reshape(-1, 8)  # 63,488 patterns, 8 a row
+    latent, rope, rows = 512, 8, len(scales)
+    raw = np.zeros((rows, RowFormat.Q8G64.row_bytes(latent, rope)), np.uint8)
+    raw[:, :latent] = np.resize(np.arange(1, 256), rows * latent).reshape(rows, latent)  # i8 1 to 127, -128 to -1
+    raw[:, latent : latent + 16] = scales.view(np.uint8)
+    with Bench(device) as bench:
+        out = bench.poison(DType.F32, (rows, 1, latent))
+        memory = bench.put(raw)
+        plan = np.arange(rows, dtype=np.uint64)[:, None] * np.uint64(raw.shape[1]) + np.uint64(Space.LINEAR)
+        q_latent, q = (bench.put(np.zeros((rows, 1, width), np.float32)) for width in (latent, rope))
+        counts, offsets = bench.put(np.ones(rows, np.int32)), (0, 0, 0, memory.address)
+        attention.attend(
+            bench.stream, q_latent, q, bench.put(plan), counts, out, offsets=offsets, row_format=RowFormat.Q8G64, rope_offset=0, scale=1.0
+        )
+        return compare("latent", bench.read(out)[:, 0], row_values(raw, latent, RowFormat.Q8G64)[:, :latent])
+
+
+_F32, _BF16, _Q8 = RowFormat.F32, RowFormat.BF16, RowFormat.Q8G64
 _ATTENDINGS = (
-    Attending("released-f32", 8, 512, 64, 192, DType.F32, (256, 1, 0)),
-    Attending("released-bf16", 12, 512, 64, 192, DType.BF16, (100, 17)),
-    Attending("tiny", 4, 40, 16, 24, DType.F32, (64, 31, 8, 7, 9, 1, 2, 15, 16)),
-    Attending("tiny-bf16", 4, 40, 16, 24, DType.BF16, (64, 31, 8)),
-    Attending("odd", 9, 37, 11, 4, DType.F32, (3, 0, 13)),  # 48 values: rows of 192 bytes
-    Attending("narrow", 1, 3, 1, 1, DType.F32, (5, 150)),
-    Attending("sharp", 3, 260, 4, 0, DType.F32, (90, 8), spread=20.0),
-    Attending("no-rope", 2, 64, 0, 16, DType.F32, (21,)),
+    Attending("released-f32", 8, 512, 64, 192, DType.F32, _F32, (256, 1, 0)),
+    Attending("released-bf16", 12, 512, 64, 192, DType.BF16, _BF16, (100, 17)),
+    Attending("released-f32-q8g64", 8, 512, 64, 192, DType.F32, _Q8, (100, 1, 0, 9)),
+    Attending("released-bf16-q8g64", 12, 512, 64, 192, DType.BF16, _Q8, (40, 17)),
+    Attending("tiny", 4, 40, 16, 24, DType.F32, _F32, (64, 31, 8, 7, 9, 1, 2, 15, 16)),
+    Attending("tiny-bf16", 4, 40, 16, 24, DType.BF16, _BF16, (64, 31, 8)),
+    Attending("odd", 9, 37, 11, 4, DType.F32, _F32, (3, 0, 13)),  # 48 values: rows of 192 bytes
+    Attending("narrow", 1, 3, 1, 1, DType.F32, _F32, (5, 150)),
+    Attending("half-unit", 2, 16, 4, 0, DType.F32, _F32, (9,)),  # a row ends within a work-item's eight values
+    Attending("q8g64-one-group", 3, 64, 23, 8, DType.F32, _Q8, (33, 8, 0)),  # rope starts at byte 66, a row ends within eight values
+    Attending("q8g64-three-groups", 2, 192, 61, 0, DType.BF16, _Q8, (21,)),
+    Attending("sharp", 3, 260, 4, 0, DType.F32, _F32, (90, 8), spread=20.0),
+    Attending("no-rope", 2, 64, 0, 16, DType.F32, _F32, (21,)),
 )
 
 
@@ -254,6 +285,6 @@ CASES = [
     _case("topk-9-rows", partial(run_topk, "relu", 33, tuple(range(28, 37)), 40)),
     _case("topk-million", partial(run_topk, "random", 2048, (1_048_575,), 1_048_576), thorough=True),
     _case("topk-million-equal", partial(run_topk, "equal", 2048, (1_048_575,), 1_048_576), thorough=True),
-    _case("plan-resident", run_plan),
     *(_case(f"attend-{case.name}", partial(run_attend, case)) for case in _ATTENDINGS),
+    _case("attend-every-scale", run_scales),
 ]

@@ -1,4 +1,4 @@
-"""numpy references of index score, top-k, plan and attention: float64 where a tolerance applies, exact where the result is a set.
+"""numpy references of index score, top-k and attention: float64 where a tolerance applies, exact where the result is a set.
 
 Keys and history rows come in as plain arrays in position order; extents are the kernel's business.
 """
@@ -37,15 +37,6 @@ def topk(scores: np.ndarray, positions: np.ndarray, k: int) -> tuple[np.ndarray,
         counts[r] = len(chosen)
         selected[r, : len(chosen)] = chosen
     return selected, counts
-
-
-def plan_resident(selected: np.ndarray, counts: np.ndarray, tables: np.ndarray, sessions: np.ndarray, extent_rows: int, row_bytes: int) -> np.ndarray:
-    """[rows, k] u64: address of plane 0 of each selected row, 0 past the count."""
-    plan = np.zeros(selected.shape, np.uint64)
-    for r, count in enumerate(counts):
-        p = selected[r, :count]
-        plan[r, :count] = tables[sessions[r], p // extent_rows] + (p % extent_rows * row_bytes).astype(np.uint64)
-    return plan
 
 
 def attend(q_latent: np.ndarray, q_rope: np.ndarray, history: list[np.ndarray], scale: float) -> tuple[np.ndarray, np.ndarray]:

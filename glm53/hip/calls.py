@@ -8,6 +8,7 @@ convert without a look-up when passed again). Nothing here keeps state but the b
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,16 @@ from glm53.hip import literals
 
 
 class _Unbound:
+    """In the place of hip-python when it must not be called."""
+
+    def __init__(self, when: str):
+        self._when = when
+
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeUnavailable(f"{name} was called before a HIP runtime was chosen; next: glm53.hip.runtime.select() or Device(0)")
+        raise RuntimeUnavailable(f"{name} was called {self._when}")
 
 
-_hip: Any = _Unbound()
+_hip: Any = _Unbound("before a HIP runtime was chosen; next: glm53.hip.runtime.select() or Device(0)")
 _message: Callable[[], bytes] | None = None
 
 
@@ -29,6 +35,13 @@ def bind(module: Any, message: Callable[[], bytes] | None) -> None:
     """Binds the hip-python `module`; `message` returns the last message of one of our runtimes, None on AMD's."""
     global _hip, _message
     _hip, _message = module, message
+    os.register_at_fork(after_in_child=_unbind_after_fork)
+
+
+def _unbind_after_fork() -> None:
+    """A child has the parent's handles but none of the runtime's threads: a call would wait for ever."""
+    global _hip, _message
+    _hip, _message = _Unbound("in a forked process, where no HIP runtime works; next: start processes with the spawn method"), None
 
 
 def error_text(code: int) -> str:

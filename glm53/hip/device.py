@@ -102,7 +102,7 @@ class Device:
                     f"device {self.index} ({self.name}) has not enough memory for {category or 'a buffer'}: "
                     f"asked {human_bytes(byte_count)}, "
                     f"free {human_bytes(free)} of {human_bytes(total)}; live here: {self.live_text()}; "
-                    "next: a smaller context or model, or a device with more memory"
+                    "next: a smaller context, prefill chunk or model, or a device with more memory"
                 ) from None
         return Buffer(self, address, byte_count, category, kind)
 

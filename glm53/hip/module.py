@@ -27,11 +27,15 @@ _KERNEL_KEYS = ("block", "args", "args_bytes", "spins")
 
 @functools.cache
 def manifest(directory: Path | None = None) -> dict[str, Any]:
-    """The parsed manifest of `directory` (default: the package's `_native`). Raises RuntimeUnavailable if absent or of another format."""
+    """The parsed manifest of `directory` (default: the package's `_native`). Raises RuntimeUnavailable if absent, damaged or of another
+    format."""
     path = (directory or runtime.native_directory()) / "manifest.json"
     if not path.is_file():
         raise RuntimeUnavailable(f"no code objects are built: {path} does not exist; next: pip install . in a clone of the source")
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RuntimeUnavailable(f"{path} cannot be read: {error}; next: pip install . again") from None
     if content.get("format") != MANIFEST_FORMAT:
         raise RuntimeUnavailable(f"{path} has format {content.get('format')}, expected {MANIFEST_FORMAT}; next: pip install . again")
     return content

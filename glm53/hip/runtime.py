@@ -250,6 +250,7 @@ def _probe(path: str, init: str, count: str, flavour: str) -> tuple[int, str]:
     if child.returncode != 0:
         return 0, f"the probe died with status {child.returncode}"
     devices, why = json.loads(child.stdout.strip().splitlines()[-1])
+    why = why.replace(": cannot open shared object file: No such file or directory", " not found")
     return devices, why or ("" if devices else "no device")
 
 
@@ -279,14 +280,14 @@ def _choose_auto(binding: _Binding) -> tuple[str, str, str]:
     rocm_path = binding.default_path()
     devices, why_not_rocm = _probe_rocm(rocm_path)
     if devices:
-        return "rocm", rocm_path, f"auto: {devices} AMD device(s) answered through {rocm_path}"
+        return "rocm", rocm_path, f"auto; rocm: {devices} AMD device(s) answered"
     devices, why_not_cuda = _probe_cuda()
     if devices:
         try:
-            return "cuda", _stand_in("cuda"), f"auto: no AMD device ({why_not_rocm}); {devices} CUDA device(s) answered"
+            return "cuda", _stand_in("cuda"), f"auto; rocm: {why_not_rocm}; cuda: {devices} CUDA device(s) answered"
         except RuntimeUnavailable as error:
             why_not_cuda = str(error)
-    return "cpu", _stand_in("cpu"), f"auto: no AMD device ({why_not_rocm}), no CUDA device ({why_not_cuda})"
+    return "cpu", _stand_in("cpu"), f"auto; rocm: {why_not_rocm}; cuda: {why_not_cuda}"
 
 
 def _open(wanted: str) -> RuntimeInfo:
@@ -295,7 +296,7 @@ def _open(wanted: str) -> RuntimeInfo:
         name, path, reason = _choose_auto(binding)
     else:
         path = binding.default_path() if wanted == "rocm" else _stand_in(wanted)
-        name, reason = wanted, f"{wanted} was asked for"
+        name, reason = wanted, "asked for"
     _refuse_foreign(mapped_libraries(), name, path)
     with binding.overridden(path):
         hip = binding.module()

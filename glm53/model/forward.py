@@ -8,16 +8,18 @@ Formulas and names: transformers 5.24.0 `glm_moe_dsa`, absorbed form of MLA atte
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from glm53.errors import Glm53Error
 from glm53.hip import Array, Device, Stream
-from glm53.kv import RowStore
+from glm53.kv import Pass, PassRows, RowLayout, RowStore, Tier
 from glm53.model.weights import DenseWeights, IndexerWeights, LayerWeights, MoeWeights, Weights
-from glm53.ops import attention, basic, experts, history, matmul, selection
-from glm53.spec import DType, ModelSpec
+from glm53.ops import attention, basic, experts, history, matmul, rows, selection
+from glm53.spec import DType, ModelSpec, RowFormat
 
 INDEX_NORM_EPS = 1e-6  # of the indexer's LayerNorm; fixed in every implementation
 SCORE_BYTES_MAX = 64 << 20  # scores of one tile of query rows; bounds the indexer's memory whatever the context
@@ -32,11 +34,11 @@ class RowClass(enum.Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one pass, host side. Positions must already be reserved in the stores."""
+    """Rows of one pass, host side. Rows of one session stand together, positions ascending."""
 
     tokens: np.ndarray  # [rows] int32
     positions: np.ndarray  # [rows] int32
-    sessions: np.ndarray  # [rows] int32, slots of the stores
+    sessions: np.ndarray  # [rows] int32, slots of tier and key store
 
 
 class Workspace:
@@ -67,10 +69,11 @@ class Forward:
     """Runs the main layers for a batch of rows, on one stream of one device."""
 
     def __init__(
-        self, device: Device, stream: Stream, spec: ModelSpec, weights: Weights, dtype: DType, rows_max: int, rows: RowStore, keys: RowStore
+        self, device: Device, stream: Stream, spec: ModelSpec, weights: Weights, dtype: DType, rows_max: int, tier: Tier, keys: RowStore
     ):
         self.device, self.stream, self.spec, self.weights, self.dtype = device, stream, spec, weights, dtype
-        self.row_store, self.key_store = rows, keys
+        self.tier, self.key_store = tier, keys
+        self.row_error = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
         self.rows_max = rows_max
         self.inv_freq = Array.from_numpy(device, inverse_frequencies(spec), category="workspace")
         pairs_width = spec.n_experts_per_tok
@@ -114,34 +117,43 @@ class Forward:
         self.score_rows = max(1, min(rows_max, SCORE_BYTES_MAX // (4 * context)))
         self.scores = Array.empty(device, DType.F32, (self.score_rows, context), category="workspace")
 
-    def run(self, rows: Rows, kind: RowClass, logits: Array) -> None:
+    def run(self, batch: Rows, kind: RowClass, logits: Array) -> None:
         """Computes all rows, appends them to the histories and writes the logits of the last rows.
 
-        logits [n, vocab] f32: of the last n rows. Everything is enqueued on the stream; nothing is waited for.
+        logits [n, vocab] f32: of the last n rows. Everything is enqueued on the stream. If a launch fails, the tier drops the rows.
         """
-        count = len(rows.tokens)
+        count = len(batch.tokens)
         assert 0 < count <= self.rows_max, f"{count} rows in a pass of at most {self.rows_max}"
         cut = partial(self.work.cut, rows=count)
         for name in ("tokens", "positions", "sessions"):
-            cut(name).upload(np.ascontiguousarray(getattr(rows, name), np.int32), self.stream)
-        context = int(rows.positions.max()) + 1
-        x = cut("x")
-        basic.embed(self.stream, cut("tokens"), self.weights.embed, x)
+            cut(name).upload(np.ascontiguousarray(getattr(batch, name), np.int32), self.stream)
+        pass_rows = PassRows(batch.positions, batch.sessions, cut("positions"), cut("sessions"))
+        tier_pass = self.tier.begin(pass_rows, prefill=kind is RowClass.PREFILL)
+        try:
+            self._layers(tier_pass, kind, count, context=int(batch.positions.max()) + 1)
+            n = logits.shape[0]
+            tail = cut("h").slice(count - n, count)
+            basic.rms_norm(self.stream, cut("x").slice(count - n, count), self.weights.final_norm, tail, self.spec.rms_norm_eps)
+            matmul.matmul(self.stream, tail, self.weights.lm_head, logits, kind=RowClass.STEP.value)
+        except Exception:
+            tier_pass.abandon()
+            raise
+        tier_pass.finish()
+
+    def _layers(self, tier_pass: Pass, kind: RowClass, count: int, context: int) -> None:
+        x, h = self.work.cut("x", count), self.work.cut("h", count)
+        basic.embed(self.stream, self.work.cut("tokens", count), self.weights.embed, x)
         for index, layer in enumerate(self.weights.layers):
-            self._attention(index, layer, kind, count, context)
-            basic.rms_norm(self.stream, x, layer.post_norm, cut("h"), self.spec.rms_norm_eps)
+            self._attention(tier_pass, index, layer, kind, count, context)
+            basic.rms_norm(self.stream, x, layer.post_norm, h, self.spec.rms_norm_eps)
             if isinstance(layer.mlp, DenseWeights):
                 self._dense(layer.mlp, kind, count, out=x, residual=x)
             else:
                 self._experts(layer.mlp, kind, count)
-        n = logits.shape[0]
-        tail = cut("h").slice(count - n, count)
-        basic.rms_norm(self.stream, x.slice(count - n, count), self.weights.final_norm, tail, self.spec.rms_norm_eps)
-        matmul.matmul(self.stream, tail, self.weights.lm_head, logits, kind=RowClass.STEP.value)
 
-    def _attention(self, index: int, layer: LayerWeights, kind: RowClass, count: int, context: int) -> None:
+    def _attention(self, tier_pass: Pass, index: int, layer: LayerWeights, kind: RowClass, count: int, context: int) -> None:
         """x += attention(norm(x)); on a full layer computes the selection that the shared layers after it reuse."""
-        spec, stream, product = self.spec, self.stream, kind.value
+        spec, stream, product, layout = self.spec, self.stream, kind.value, self.tier.layout
         cut = partial(self.work.cut, rows=count)
         x, h, qr, q, row = cut("x"), cut("h"), cut("qr"), cut("q"), cut("row")
         positions = cut("positions")
@@ -153,10 +165,21 @@ class Forward:
         matmul.matmul(stream, h, layer.kv_a, row, kind=product)
         basic.rms_norm(stream, row, layer.kv_a_norm, row, spec.latent_norm_eps)
         basic.rope(stream, cut("row", shape=(1, spec.row_width)), positions, self.inv_freq, offset=spec.kv_lora_rank)
-        history.append(stream, row, self.row_store.tables, cut("sessions"), positions, self.row_store.shape, plane=index)
+        tier_pass.before_store(index)
+        rows.store_rows(
+            stream,
+            row,
+            tier_pass.refs,
+            offsets=tier_pass.offsets(index),
+            row_format=layout.row_format,
+            latent=layout.latent,
+            error=self.row_error if layout.row_format is RowFormat.Q8G64 else None,
+        )
         if layer.indexer is not None:
             self._select(index, layer.indexer, kind, count, context)
+            tier_pass.plan(index, cut("selected"), cut("counts"), cut("plan"))
         matmul.per_head(stream, q, layer.wk, cut("q_latent"), kind=product)
+        tier_pass.before_attention(index)
         attention.attend(
             stream,
             cut("q_latent"),
@@ -164,15 +187,17 @@ class Forward:
             cut("plan"),
             cut("counts"),
             cut("o_latent"),
-            plane_offset_bytes=index * self.row_store.shape.plane_bytes,
+            offsets=tier_pass.offsets(index),
+            row_format=layout.row_format,
             rope_offset=spec.qk_nope_head_dim,
             scale=spec.softmax_scale,
         )
+        tier_pass.after_attention(index)
         matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"), kind=product)
         matmul.matmul(stream, cut("o", shape=(spec.n_heads * spec.v_head_dim,)), layer.o, x, residual=x, kind=product)
 
     def _select(self, index: int, indexer: IndexerWeights, kind: RowClass, count: int, context: int) -> None:
-        """Writes the rows' index keys, then the selection and its plan of addresses."""
+        """Writes the rows' index keys, then the selection: positions, ascending."""
         spec, stream, product = self.spec, self.stream, kind.value
         cut = partial(self.work.cut, rows=count)
         positions, sessions, key = cut("positions"), cut("sessions"), cut("index_key")
@@ -205,7 +230,6 @@ class Forward:
                     context=context,
                 )
             selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
-        selection.plan_resident(stream, cut("selected"), cut("counts"), self.row_store.tables, sessions, cut("plan"), self.row_store.shape)
 
     def _dense(self, mlp: DenseWeights, kind: RowClass, count: int, out: Array, residual: Array | None) -> None:
         """out = (silu(h gate) * (h up)) down (+ residual)"""
@@ -245,7 +269,21 @@ class Forward:
         self._dense(mlp.shared, kind, count, out=cut("shared"), residual=None)
         experts.expert_sum(stream, cut("expert_out"), weights, cut("shared"), x, x)
 
-    def free(self) -> None:
-        self.work.free()
-        for array in (self.inv_freq, self.expert_offsets, self.scores):
-            array.buffer.free()
+    def check_rows(self) -> None:
+        """Raises Glm53Error if a history row could not be quantised since the last call. Waits for the stream."""
+        if self.tier.layout.row_format is not RowFormat.Q8G64:
+            return
+        bad = int(self.row_error.numpy(self.stream)[0])
+        if bad:
+            self.row_error.upload(np.zeros(1, np.uint32), self.stream)
+            raise Glm53Error(
+                f"row {bad - 1} of a pass holds a value that q8g64 cannot store (not finite, or beyond f16 scales); "
+                "check the weights (--check-weights) or use --kv-format bf16"
+            )
+
+
+def row_layout(spec: ModelSpec, row_format: RowFormat) -> RowLayout:
+    """Layout of the main layers' history rows: each full layer starts a selection group."""
+    starts = [*spec.full_layers, spec.n_layers]
+    groups = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts))
+    return RowLayout(row_format, spec.kv_lora_rank, spec.qk_rope_head_dim, groups)

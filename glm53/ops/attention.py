@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from glm53.hip import Array, Stream
 from glm53.ops.args import attend_args
-from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
-from glm53.spec import DType
+from glm53.ops.contract import Cost, Dims, ceil_div, launch
+from glm53.ops.rows import format_variant, row_size, space_offsets
+from glm53.spec import DType, Offsets, RowFormat
 
 
 def attend(
@@ -16,16 +17,19 @@ def attend(
     counts: Array,
     out: Array,
     *,
-    plane_offset_bytes: int,
+    offsets: Offsets,
+    row_format: RowFormat,
     rope_offset: int,
     scale: float,
 ) -> None:
     """out[r, h] = sum_n softmax(s)[n] * latent[n], s[n] = (<q_latent[r, h], latent[n]> + <q[r, h, rope_offset:], rope[n]>) * scale.
 
     q_latent [rows, heads, latent] T (the nope part of the query times WK), q [rows, heads, head_dim] T, already rotated; plan [rows, k] u64,
-    counts [rows] i32, out [rows, heads, latent] T. T: f32 or bf16, also of the history rows [latent | rope] at plan[r, n] +
-    plane_offset_bytes, n < counts[r]. counts[r] = 0 gives zeros. latent <= 512, latent + head_dim - rope_offset <= 576.
-    Softmax and sums in f32, rows in plan order. Raises ContractError. Source: DeepSeek-V2's MLA, absorbed form.
+    counts [rows] i32, out [rows, heads, latent] T. plan[r, n], n < counts[r], is the reference of a history row [latent | rope]: payload (bits 4
+    and up) + offsets[space (bits 0 and 1)] is its address in this layer (docs/decisions/0003-host-tier.md), a multiple of 16. counts[r] = 0
+    gives zeros. T and row_format: f32 and f32, bf16 and bf16, or either and q8g64, whose values are read into f32 exactly.
+    latent <= 512, latent + head_dim - rope_offset <= 576. Softmax and sums in f32, rows in plan order; the bits do not depend on where a row
+    lies. Raises ContractError. Source: DeepSeek-V2's MLA, absorbed form.
     """
     d = Dims("attend")
     d.match("q_latent", q_latent, "rows", "heads", "latent", dtype=(DType.F32, DType.BF16))
@@ -35,20 +39,19 @@ def attend(
     d.match("out", out, "rows", "heads", "latent", dtype=q_latent.dtype)
     d.distinct("out", out, "q_latent", q_latent)
     d.distinct("out", out, "q", q)
-    name = variant("attend", ("f32", "bf16"), q_latent.dtype)
+    name = format_variant("attend", q_latent.dtype, row_format)
     limits = stream.device.kernel(name).constants
     rope = d["head_dim"] - rope_offset
     d.require(0 <= rope_offset <= d["head_dim"], f"rope_offset is {rope_offset}, expected 0 to head_dim={d['head_dim']}")
     d.require(d["latent"] <= limits["latent_max"], f"latent is {d['latent']}, expected at most {limits['latent_max']}")
     d.require(d["latent"] + rope <= limits["width_max"], f"latent + rope is {d['latent'] + rope}, expected at most {limits['width_max']}")
-    d.require(plane_offset_bytes >= 0, f"plane_offset_bytes is {plane_offset_bytes}, expected at least 0")
+    row_size("attend", row_format, d["latent"], rope)
     args = attend_args(
         q_latent=q_latent.address,
         q=q.address,
         plan=plan.address,
         counts=counts.address,
         out=out.address,
-        plane_offset_bytes=plane_offset_bytes,
         rows=d["rows"],
         heads=d["heads"],
         latent=d["latent"],
@@ -58,10 +61,11 @@ def attend(
         q_rope_offset=rope_offset,
         scale=scale,
     )
+    args.offsets[:] = space_offsets("attend", offsets)
     launch(stream, name, (ceil_div(d["heads"], limits["heads"]), d["rows"], 1), args)
 
 
-def cost_attend(rows: int, heads: int, latent: int, rope: int, selected: int, item_bytes: int) -> Cost:
-    """Cost with `selected` history rows a query row, each read once a query row."""
-    moved = rows * (heads * (2 * latent + rope) + selected * (latent + rope)) * item_bytes + 8 * rows * selected
+def cost_attend(rows: int, heads: int, latent: int, rope: int, selected: int, item_bytes: int, row_bytes: int) -> Cost:
+    """Cost with `selected` history rows of `row_bytes` a query row, each read once a query row."""
+    moved = rows * heads * (2 * latent + rope) * item_bytes + rows * selected * (row_bytes + 8)
     return Cost(bytes=moved, flops=2 * rows * heads * selected * (2 * latent + rope))

@@ -1,4 +1,4 @@
-"""Rows into the extents of histories: one kernel for history rows and index keys. Layout: hipsrc/kernels/history.hip."""
+"""Index keys into the extents of histories. Layout: hipsrc/kernels/history.hip. History rows: glm53/ops/rows.py."""
 
 from __future__ import annotations
 

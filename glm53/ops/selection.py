@@ -1,4 +1,4 @@
-"""Sparse selection: index scores, exact top-k, and the plan of addresses of the selected rows. Kernels: indexer.hip, topk.hip.
+"""Sparse selection: index scores and exact top-k. Kernels: indexer.hip, topk.hip.
 
 rows: query rows of the launch, each of a session (a row of the table) and at a position; a position of -1 marks a row that is not in use.
 T: f32 or bf16, the activation type.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from glm53.hip import Array, Stream
 from glm53.mem.extents import ExtentShape
-from glm53.ops.args import index_score_args, plan_args, topk_args
+from glm53.ops.args import index_score_args, topk_args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
 from glm53.spec import DType
 
@@ -106,33 +106,3 @@ def topk(stream: Stream, scores: Array, positions: Array, selected: Array, count
 def cost_topk(rows: int, k: int, context: int) -> Cost:
     """Cost with every score read once; the kernel reads a row six times, from the cache where it fits."""
     return Cost(bytes=4 * rows * (context + k), flops=0)
-
-
-def plan_resident(stream: Stream, selected: Array, counts: Array, tables: Array, sessions: Array, plan: Array, shape: ExtentShape) -> None:
-    """plan[r, i] = address of plane 0 of row selected[r, i] of session sessions[r]; 0 past counts[r].
-
-    selected [rows, k] i32, counts [rows] i32, tables [sessions, extents] u64, sessions [rows] i32, plan [rows, k] u64. Layer l of the extent
-    reads plan + l * shape.plane_bytes. Raises ContractError.
-    """
-    d = Dims("plan_resident")
-    d.match("selected", selected, "rows", "k", dtype=DType.I32)
-    d.match("counts", counts, "rows", dtype=DType.I32)
-    d.match("tables", tables, "sessions", "extents", dtype=DType.U64)
-    d.match("sessions", sessions, "rows", dtype=DType.I32)
-    d.match("plan", plan, "rows", "k", dtype=DType.U64)
-    args = plan_args(
-        selected=selected.address,
-        counts=counts.address,
-        tables=tables.address,
-        sessions=sessions.address,
-        plan=plan.address,
-        k=d["k"],
-        table_stride=d["extents"],
-        extent_rows=shape.extent_rows,
-        row_bytes=shape.row_bytes,
-    )
-    launch(stream, "plan_resident", (ceil_div(d["k"], stream.device.kernel("plan_resident").block), d["rows"], 1), args)
-
-
-def cost_plan_resident(rows: int, k: int) -> Cost:
-    return Cost(bytes=rows * (12 * k + 8), flops=0)

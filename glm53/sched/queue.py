@@ -1,7 +1,7 @@
 """First come, first served: prompts are prefilled chunk by chunk in order of arrival, then all running requests decode together.
 
-A request moves WAITING → PREFILLING → DECODING → FINISHED; `cancel` leads to FINISHED from anywhere. At most `sessions_max` requests are past
-WAITING at once (each holds a session's memory).
+A request moves WAITING → PREFILLING → DECODING; `finish` removes it from anywhere. At most `sessions_max` requests are past WAITING at once
+(each holds a session's memory).
 
 Invariants (`Queue.check`): a request is in exactly one phase; running requests <= sessions_max; prefilled rows <= prompt rows; only a request
 whose prompt is wholly prefilled decodes.
@@ -17,7 +17,6 @@ class Phase(enum.Enum):
     WAITING = "waiting"  # holds no memory
     PREFILLING = "prefilling"  # holds a session; some prompt rows are computed
     DECODING = "decoding"  # one row per step
-    FINISHED = "finished"  # holds nothing
 
 
 @dataclass
@@ -85,9 +84,7 @@ class Queue:
 
     def finish(self, serial: int) -> None:
         """The request has ended (stop, length, error or cancelled) and holds nothing any more."""
-        ticket = self._tickets.pop(serial)
-        assert ticket.phase is not Phase.FINISHED
-        ticket.phase = Phase.FINISHED
+        del self._tickets[serial]
 
     def check(self) -> None:
         assert len(self._running()) <= self.sessions_max, "more running requests than sessions"

@@ -5,7 +5,7 @@
 //   fma_f32, exp_f32, log_f32, sqrt_f32, rsqrt_f32, sincos_f32, max_f32, min_f32
 //   bf16 (raw bits in a struct), load_f32(ptr), store_f32(ptr, value): f32 or bf16 memory, f32 in registers, round to nearest even
 //   words16                             16 aligned bytes, for copies
-//   lds_add(ptr, v) u32/u64, global_add(ptr, v) u32           atomics, relaxed
+//   lds_add(ptr, v) u32/u64, global_add, global_max(ptr, v) u32   atomics, relaxed
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
 //   pointer_from<T>(address, bytes)     a pointer that was read from memory (extent table, plan); checked on the host
 // Rules: at most 48 KiB of SHARED a kernel (nvcc refuses more static memory), no bare wave width, no calls left out of line, no __constant__

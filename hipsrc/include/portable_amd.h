@@ -60,6 +60,7 @@ DEVICE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 DEVICE float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
 
 DEVICE uint32_t global_add(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+DEVICE uint32_t global_max(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_max(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
 DEVICE uint32_t lds_add(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
 DEVICE uint64_t lds_add(uint64_t* p, uint64_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
 
@@ -71,7 +72,8 @@ DEVICE uint32_t load_system(const uint32_t* p) { return __hip_atomic_load(const_
 DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, ""); }
 DEVICE void give_way() { __builtin_amdgcn_s_sleep(1); }
 
+// Through the global address space, so that accesses are global and not flat ones.
 template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {
   (void)bytes;
-  return (T*)address;
+  return (T*)(__attribute__((address_space(1))) T*)address;
 }

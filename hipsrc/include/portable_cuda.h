@@ -31,6 +31,7 @@ DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
 
 DEVICE uint32_t global_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
+DEVICE uint32_t global_max(uint32_t* p, uint32_t v) { return atomicMax(p, v); }
 DEVICE uint32_t lds_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
 DEVICE uint64_t lds_add(uint64_t* p, uint64_t v) { return atomicAdd((unsigned long long*)p, (unsigned long long)v); }
 

@@ -102,6 +102,12 @@ DEVICE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 DEVICE float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
 
 DEVICE uint32_t global_add(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+DEVICE uint32_t global_max(uint32_t* p, uint32_t v) {
+  uint32_t old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
 // One thread runs the whole workgroup, so its own memory needs no locked instruction.
 DEVICE uint32_t lds_add(uint32_t* p, uint32_t v) {
   uint32_t old = *p;

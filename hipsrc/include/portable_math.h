@@ -40,6 +40,21 @@ DEVICE float e4m3_to_f32(uint8_t b) {
   return float_of(sign | ((e + 120u) << 23) | (m << 20));
 }
 
+// f16 (IEEE binary16 bits): 1 sign, 5 exponent (bias 15), 10 mantissa bits. Exact; a NaN keeps its payload.
+DEVICE float f16_to_f32(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000u) << 16, e = (h >> 10) & 31u, m = h & 0x3ffu;
+  if (e == 0u) return float_of(sign | bits_of((float)m * 5.9604644775390625e-8f));  // m * 2^-24
+  return float_of(sign | ((e == 31u ? 255u : e + 112u) << 23) | (m << 13));
+}
+// Round to nearest even, subnormals included; from 65,520 on infinity; NaN stays NaN (quiet).
+DEVICE uint16_t f32_to_f16(float f) {
+  uint32_t sign = (bits_of(f) >> 16) & 0x8000u, u = bits_of(f) & 0x7fffffffu;
+  if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((u >> 13) & 0x3ffu));
+  if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+  if (u < 0x38800000u) return (uint16_t)(sign | (uint32_t)rint_f32(float_of(u) * 16777216.0f));  // below 2^-14: multiples of 2^-24
+  return (uint16_t)(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13));
+}
+
 DEVICE float rsqrt_exact(float x) { return 1.0f / sqrt_f32(x); }
 DEVICE float sigmoid_f32(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 DEVICE float silu_f32(float x) { return x / (1.0f + exp_f32(-x)); }

@@ -1,12 +1,16 @@
 // attention.hip - absorbed MLA attention over the planned rows.
 //   s[n] = (<q_latent[r, h], latent[n]> + <q_rope[r, h], rope[n]>) * scale     n in plan order, n < counts[r]
 //   out[r, h] = sum_n softmax(s)[n] * latent[n]                                zero if counts[r] is 0
-// A history row is [latent | rope] in T at plan[r, n] + plane_offset_bytes. f32 arithmetic, one rounding to T at the end.
+// A history row lies at (plan[r, n] & ~15) + offsets[plan[r, n] & 3], in one of the row formats, and is read into f32 (exactly, in each):
+//   f32, bf16   [latent | rope]
+//   q8g64       latent i8, latent / 64 f16 scales, rope bf16; latent[c] = i8[c] * scale[c / 64]
+// The bits of a result depend neither on the space nor on the address of a row. f32 arithmetic, one rounding to T at the end.
 // One block a (group of 8 heads, row). Rows pass through LDS in tiles of 8 with an online softmax, so each is read once a group.
 // Order of additions, the same for any batch: a dot product in four quarters, each as dot8; the softmax sum in 8 parts (n % 8), then
 // ascending; the output over n ascending, rescaled at each tile. Method: FlashAttention's online softmax on the latent (MLA, absorbed).
 // Limits: latent <= 512, latent + rope <= 576. LDS: 8 x 577 + 8 x 577 + 328 floats, 38 KiB (48 KiB is what nvcc takes).
 #include "portable.h"
+#include "row_format.h"
 
 namespace mla {
 
@@ -39,24 +43,55 @@ template <class T> DEVICE void stage_query(const attend_args& a, uint32_t row, u
   }
 }
 
+// A row format: bytes of a row, and its values [c, c + UNIT) as f32, c a multiple of UNIT; fewer where the row ends. Rows are multiples of
+// 16 bytes at multiples of 16.
+template <class T> struct plain_row {
+  DEVICE uint32_t bytes(uint32_t latent, uint32_t rope) { return (latent + rope) * (uint32_t)sizeof(T); }
+  DEVICE void load(const uint8_t* row, uint32_t latent, uint32_t rope, uint32_t c, float* to) {
+    constexpr uint32_t PER_WORD = 16 / sizeof(T);
+    UNROLL
+    for (uint32_t i = 0; i < UNIT; i += PER_WORD) {
+      if (c + i >= latent + rope) return;
+      words16 word = *(const words16*)(row + (c + i) * sizeof(T));
+      UNROLL
+      for (uint32_t j = 0; j < PER_WORD; j++) {
+        if (sizeof(T) == 4) to[i + j] = float_of(word.w[j]);
+        else to[i + j] = float_of(j % 2 ? word.w[j / 2] & 0xffff0000u : word.w[j / 2] << 16);
+      }
+    }
+  }
+};
+
+struct q8g64_row {
+  DEVICE uint32_t bytes(uint32_t latent, uint32_t rope) { return q8_rope_offset(latent) + rope * 2; }
+  DEVICE void load(const uint8_t* row, uint32_t latent, uint32_t rope, uint32_t c, float* to) {
+    if (c < latent) {
+      float scale = f16_to_f32(((const uint16_t*)(row + latent))[c / Q8_GROUP]);
+      uint64_t values = *(const uint64_t*)(row + c);
+      UNROLL
+      for (uint32_t i = 0; i < UNIT; i++) to[i] = (float)(int8_t)(values >> (8 * i)) * scale;
+      return;
+    }
+    const bf16* tail = (const bf16*)(row + q8_rope_offset(latent)) + (c - latent);
+    uint32_t rest = latent + rope - c;
+    UNROLL
+    for (uint32_t i = 0; i < UNIT; i++) {
+      if (i < rest) to[i] = bf16_to_f32(tail[i]);
+    }
+  }
+};
+
 // Copies history rows [first, first + TILE) of the plan into LDS; rows past `count` become zeros, since a weight of 0 must not meet a NaN.
 // One wave or half a wave a row, eight values a work-item in turn: full lines on the device, vectors on the host.
-template <class T> DEVICE void stage_rows(const attend_args& a, const uint64_t* plan, uint32_t first, uint32_t count, float* rows) {
+template <class Row> DEVICE void stage_rows(const attend_args& a, const uint64_t* plan, uint32_t first, uint32_t count, float* rows) {
   uint32_t width = a.latent + a.rope, n = thread_id() / LANES, lane = thread_id() % LANES;
   float* to = rows + n * STRIDE;
   if (first + n >= count) {
     for (uint32_t c = lane; c < width; c += LANES) to[c] = 0.0f;
     return;
   }
-  const T* from = pointer_from<const T>(plan[first + n] + a.plane_offset_bytes, width * sizeof(T));
-  for (uint32_t c = lane * UNIT; c < width; c += LANES * UNIT) {
-    if (c + UNIT <= width) {
-      UNROLL
-      for (uint32_t i = 0; i < UNIT; i++) to[c + i] = load_f32(from + c + i);
-    } else {
-      for (uint32_t i = c; i < width; i++) to[i] = load_f32(from + i);
-    }
-  }
+  const uint8_t* from = row_pointer<const uint8_t>(plan[first + n], a.offsets, Row::bytes(a.latent, a.rope));
+  for (uint32_t c = lane * UNIT; c < width; c += LANES * UNIT) Row::load(from, a.latent, a.rope, c, to + c);
 }
 
 // out += p[n, h] * latent[n, c] over the tile, after out *= decay[h]. acc[i][h] is column thread_id() + i * THREADS.
@@ -76,7 +111,8 @@ DEVICE void accumulate(const attend_args& a, const float* rows, const float* wei
   }
 }
 
-template <class T> DEVICE void attend(const attend_args& a) {
+// T: of queries and output. Row: a row format.
+template <class T, class Row> DEVICE void attend(const attend_args& a) {
   SHARED(float, query, HEADS * STRIDE);
   SHARED(float, rows, TILE * STRIDE);
   SHARED(float, dots, THREADS);
@@ -99,7 +135,7 @@ template <class T> DEVICE void attend(const attend_args& a) {
   uint32_t start = t / OWNERS * quarter, part_width = start < width ? width - start : 0u;
   part_width = part_width < quarter ? part_width : quarter;
   for (uint32_t first = 0; first < count; first += TILE) {
-    stage_rows<T>(a, plan, first, count, rows);
+    stage_rows<Row>(a, plan, first, count, rows);
     block_sync();
     dots[t] = dot8(query + h * STRIDE + start, rows + n * STRIDE + start, part_width);
     block_sync();
@@ -141,7 +177,11 @@ template <class T> DEVICE void attend(const attend_args& a) {
 
 }  // namespace mla
 
-// LAUNCH attend_f32 block=256 heads=8 tile=8 latent_max=512 width_max=576
-KERNEL(attend_f32, attend_args, 256) { mla::attend<float>(a); }
-// LAUNCH attend_bf16 block=256 heads=8 tile=8 latent_max=512 width_max=576
-KERNEL(attend_bf16, attend_args, 256) { mla::attend<bf16>(a); }
+// LAUNCH attend_f32_f32 block=256 heads=8 tile=8 latent_max=512 width_max=576
+KERNEL(attend_f32_f32, attend_args, 256) { mla::attend<float, mla::plain_row<float>>(a); }
+// LAUNCH attend_bf16_bf16 block=256 heads=8 tile=8 latent_max=512 width_max=576
+KERNEL(attend_bf16_bf16, attend_args, 256) { mla::attend<bf16, mla::plain_row<bf16>>(a); }
+// LAUNCH attend_f32_q8g64 block=256 heads=8 tile=8 latent_max=512 width_max=576
+KERNEL(attend_f32_q8g64, attend_args, 256) { mla::attend<float, mla::q8g64_row>(a); }
+// LAUNCH attend_bf16_q8g64 block=256 heads=8 tile=8 latent_max=512 width_max=576
+KERNEL(attend_bf16_q8g64, attend_args, 256) { mla::attend<bf16, mla::q8g64_row>(a); }

@@ -1,7 +1,7 @@
-// history.hip - rows into the extents of a session's history.
+// history.hip - index keys into the extents of a session.
 //   row p of plane l lies at  table[session][p / extent_rows] + (l * extent_rows + p % extent_rows) * row_bytes
-// Serves history rows and index keys, which differ only in width, planes and table. Kernels find memory through tables alone, so a batch may
-// mix sessions. A row with a negative position is padding and is skipped.
+// History rows are written by rows.hip, through references. Kernels find memory through tables alone, so a batch may mix sessions. A row with
+// a negative position is padding and is skipped.
 
 template <class T> DEVICE void append_row(const append_args& a) {
   uint32_t r = block_x();

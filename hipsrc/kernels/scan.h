@@ -1,5 +1,5 @@
 // scan.h - block-wide prefix sums and exact radix selection, shared by topk, experts and sampling.
-// Two levels in LDS instead of wave shuffles: any element type, one order whatever the wave width, and three meeting points of the
+// Two levels in LDS instead of wave shuffles: any element type, one order whatever the wave width, and four meeting points of the
 // work-items instead of eight (a meeting point is what a work-item costs on the host).
 #pragma once
 
@@ -22,14 +22,19 @@ template <class T> DEVICE T block_prefix(T v, T* lds, T* total) {
     lds[SCAN_THREADS + t] = running;
   }
   block_sync();
-  T before = lds[t], sum = 0;
-  for (uint32_t g = 0; g < SCAN_GROUP; g++) {
-    if (g == t / SCAN_GROUP) before += sum;
-    sum += lds[SCAN_THREADS + g];
+  if (t == 0) {  // once for all: with every work-item at it, AMD keeps 16 lane masks in scalar registers
+    T sum = 0;
+    UNROLL
+    for (uint32_t g = 0; g < SCAN_GROUP; g++) {
+      sum += lds[SCAN_THREADS + g];
+      lds[SCAN_THREADS + g] = sum;
+    }
   }
-  *total = sum;
   block_sync();
-  return before;
+  T before = lds[t], groups = t < SCAN_GROUP ? (T)0 : lds[SCAN_THREADS + t / SCAN_GROUP - 1u];
+  *total = lds[SCAN_THREADS + SCAN_GROUP - 1u];
+  block_sync();
+  return before + groups;
 }
 
 // A float as an unsigned number of the same order: -inf < ... < -0 = +0 < ... < +inf. NaN counts as -inf.

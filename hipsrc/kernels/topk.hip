@@ -1,4 +1,4 @@
-// topk.hip - exact selection of the best-scored positions, and the plan that says where their rows lie.
+// topk.hip - exact selection of the best-scored positions.
 //   topk: the min(k, positions[r] + 1) positions p <= positions[r] with the largest scores[r, p], ties to the lowest position, ascending.
 // Method: radix selection of the k-th largest order key (four passes of eight bits over LDS histograms), then one compaction in position
 // order. Integer counts only, so the result is exact and the same on every target. -0 equals +0; NaN counts as -inf.
@@ -76,17 +76,4 @@ KERNEL(topk, topk_args, 256) {
   const float* scores = (const float*)a.scores + (uint64_t)row * a.score_stride;
   selection<uint32_t> s = topk_select::boundary(scores, n, a.k);
   topk_select::compact(scores, n, s, selected);
-}
-
-// LAUNCH plan_resident block=256
-KERNEL(plan_resident, plan_args, 256) {
-  uint32_t i = block_x() * 256u + thread_id(), row = block_y();
-  if (i >= a.k) return;
-  uint64_t at = (uint64_t)row * a.k + i, address = 0;
-  if ((int32_t)i < ((const int32_t*)a.counts)[row]) {
-    uint32_t p = (uint32_t)((const int32_t*)a.selected)[at];
-    const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[row] * a.table_stride;
-    address = table[p / a.extent_rows] + (uint64_t)(p % a.extent_rows) * a.row_bytes;
-  }
-  ((uint64_t*)a.plan)[at] = address;
 }

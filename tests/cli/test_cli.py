@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,8 @@ def test_chat(tmp_path: Path) -> None:
     [
         (["generate", DEMO, ""], 2, "empty"),
         (["generate", DEMO, "x", "--prompt-ids", "1"], 2, "wanted one of them"),
+        (["generate", DEMO, "x", "--prompt-ids", ""], 2, "wanted one of them"),
+        (["generate", DEMO, "x", "--logprobs", "2"], 2, "--json"),
         (["generate", DEMO, "--prompt-ids", "1,x"], 2, "wanted integers"),
         (["generate", DEMO, "--prompt-ids", "4096"], 2, "4096"),
         (["generate", DEMO, "x", "--temperature", "-1"], 2, "temperature"),
@@ -83,6 +87,63 @@ def test_prompt_longer_than_the_limit() -> None:
     assert done.returncode == 2 and b"at most 63" in done.stderr
 
 
+def shell(command: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs a shell line in which $GLM53 is the installed command with a short, greedy request."""
+    line = f"{Path(sys.executable).parent / 'glm53'} generate {DEMO} {' '.join(GREEDY)}"
+    return subprocess.run(["bash", "-c", command.replace("$GLM53", line)], cwd=ROOT, capture_output=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "command, code, text",
+    [
+        ("$GLM53 <&-", 2, b"no prompt"),
+        ("$GLM53 x >&-", 0, b"new at"),
+        ("$GLM53 x 2>&-", 0, b""),
+        ("$GLM53 x >/dev/full", 1, b"No space left"),
+        ("set -o pipefail; $GLM53 x --max-tokens 90 --ignore-eos | head -c 1", 1, b""),
+    ],
+)
+def test_closed_and_full_streams(command: str, code: int, text: bytes) -> None:
+    done = shell(command)
+    assert done.returncode == code, done.stderr.decode()
+    assert text in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("prompt", ["x", "In the beginning " * 500])
+def test_interrupt_ends_at_once_with_130(prompt: str) -> None:
+    command = [
+        str(Path(sys.executable).parent / "glm53"),
+        "generate",
+        DEMO,
+        prompt,
+        "--ignore-eos",
+        "--max-tokens",
+        "20000",
+        "--prefill-chunk-rows",
+        "32",
+    ]
+    restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=restore)
+    time.sleep(2)
+    assert child.poll() is None, "ended before the interrupt"
+    child.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130 and b"Traceback" not in stderr, stderr.decode()
+    assert time.monotonic() - started < 5
+
+
+def test_optimised_python_gives_the_same() -> None:
+    """Nothing that matters may hide in an assert."""
+    code = "from glm53.cli import main; main()"
+    runs = [
+        subprocess.run([sys.executable, *flags, "-c", code, "generate", DEMO, "x", *GREEDY, "--quiet"], cwd=ROOT, capture_output=True, timeout=300)
+        for flags in ([], ["-O"])
+    ]
+    assert runs[0].returncode == runs[1].returncode == 0, runs[1].stderr.decode()
+    assert runs[0].stdout == runs[1].stdout
+
+
 def test_inspect_needs_no_device() -> None:
     shown = glm53("inspect", DEMO)
     assert shown.returncode == 0 and b"indexer" in shown.stdout
@@ -108,5 +169,6 @@ def test_help_needs_no_device_and_loads_nothing(command: list[str]) -> None:
 
 def test_help_groups_options() -> None:
     text = glm53("generate", "--help").stdout.decode()
-    places = [text.index(title) for title in ("Prompt:", "Sampling:", "Engine:", "Output:")]
-    assert places == sorted(places) and "Example:" in text and "[default: bf16]" in text
+    places = [text.index(title) for title in ("Arguments:", "Prompt:", "Sampling:", "Engine:", "Output:", "--help")]
+    assert places == sorted(places) and "Example:" in text and "Other:" not in text
+    assert "[default: bf16]" in " ".join(text.split()), "a default is not shown"

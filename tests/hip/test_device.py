@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 
@@ -248,6 +249,25 @@ def test_changed_code_object_is_refused(tmp_path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 1, "objects": {"host": {"file": "kernels.so", "sha256": "00"}}, "kernels": {}}')
     with pytest.raises(RuntimeUnavailable, match=r"has sha256 .* expected 00"):
         object_path("host", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b'{"format": 99}'])
+def test_damaged_manifest_is_refused(tmp_path, content: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(RuntimeUnavailable, match=r"manifest\.json .*next: pip install"):
+        object_path("host", tmp_path)
+
+
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(device: Device) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            device.free_bytes()
+        except RuntimeUnavailable as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    device.alloc(64).free()
 
 
 def test_unknown_kernel(device: Device) -> None:

@@ -54,12 +54,12 @@ def test_rocm_takes_what_hip_python_finds(child: Callable[..., str], fake_wheel:
 
 def test_auto_prefers_an_amd_device_that_answers(child: Callable[..., str], fake_wheel: Path, mock_cuda: Path) -> None:
     name, _, reason = child(SELECT, (fake_wheel,), (mock_cuda.parent,)).split("|")
-    assert name == "rocm" and "1 AMD device(s) answered" in reason
+    assert name == "rocm" and "rocm: 1 AMD device(s) answered" in reason
 
 
 def test_auto_takes_cuda_next(child: Callable[..., str], mock_cuda: Path) -> None:
     name, _, reason = child(SELECT, libraries=(mock_cuda.parent,)).split("|")
-    assert name == "cuda" and "no AMD device" in reason and "2 CUDA device(s) answered" in reason
+    assert name == "cuda" and "rocm: libamdhip64.so not found" in reason and "cuda: 2 CUDA device(s) answered" in reason
 
 
 @pytest.mark.parametrize("option", ["-DDEVICES=0", "-DDIES"])
@@ -70,7 +70,7 @@ def test_auto_survives_a_library_without_devices(child: Callable[..., str], tmp_
     code = f"import os\nos.environ['ROCM_PATH'] = {str(rocm)!r}\n" + SELECT
     name, library, reason = child(code, libraries=(broken_cuda,)).split("|")
     assert name == "cpu" and library.endswith("cpu/libamdhip64.so")
-    assert "no AMD device" in reason and "no CUDA device" in reason
+    assert "rocm: " in reason and "cuda: error 100" in reason
 
 
 def test_refuses_when_another_hip_is_mapped(child: Callable[..., str], fake_hip: Path) -> None:

@@ -11,9 +11,9 @@ from glm53.check.case import Bench
 from glm53.check.reference_sampling import Draw
 from glm53.hip import Array, Device
 from glm53.mem.extents import ExtentShape
-from glm53.ops import attention, experts, sampling, selection
+from glm53.ops import attention, experts, hotcache, sampling, selection
 from glm53.ops.contract import ContractError
-from glm53.spec import DType
+from glm53.spec import DType, Offsets, RowFormat
 
 F32, BF16, I32, U8, U64 = DType.F32, DType.BF16, DType.I32, DType.U8, DType.U64
 Make = Callable[..., Array]
@@ -61,7 +61,12 @@ def test_index_score(make: Make, change: dict[str, int], text: str) -> None:
 
 @pytest.mark.parametrize(
     ("latent", "head_dim", "rope_offset", "text"),
-    [(513, 8, 0, "latent is 513"), (512, 80, 0, "latent \\+ rope is 592"), (16, 8, 9, "rope_offset is 9")],
+    [
+        (516, 8, 0, "latent is 516"),
+        (512, 80, 0, "latent \\+ rope is 592"),
+        (16, 8, 9, "rope_offset is 9"),
+        (17, 8, 0, "f32 rows of latent 17 and rope 8 are 100 bytes"),
+    ],
 )
 def test_attend(make: Make, latent: int, head_dim: int, rope_offset: int, text: str) -> None:
     q_latent = make(F32, 1, 2, latent)
@@ -73,18 +78,29 @@ def test_attend(make: Make, latent: int, head_dim: int, rope_offset: int, text: 
             make(U64, 1, 4),
             make(I32, 1),
             make(F32, 1, 2, latent),
-            plane_offset_bytes=0,
+            offsets=(0, 0, 0, 0),
+            row_format=RowFormat.F32,
             rope_offset=rope_offset,
             scale=1.0,
         )
 
 
-def test_attend_refuses_to_write_over_its_query(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("row_format", "offsets", "over_query", "text"),
+    [
+        (RowFormat.F32, (0, 0, 0, 0), True, "out and q_latent overlap"),
+        (RowFormat.BF16, (0, 0, 0, 0), False, "no variant f32_bf16; existing: bf16_bf16, bf16_q8g64, f32_f32, f32_q8g64"),
+        (RowFormat.Q8G64, (0, 0, 0, 0), False, "multiple of 64, got 16"),
+        (RowFormat.F32, (0, 8, 0, 0), False, "multiples of 16"),
+        (RowFormat.F32, (0, 0, 0, 1 << 64), False, "below 2\\^64"),
+    ],
+)
+def test_attend_rows(make: Make, row_format: RowFormat, offsets: Offsets, over_query: bool, text: str) -> None:
     q_latent, q = make(F32, 1, 2, 16), make(F32, 1, 2, 16)
-    with pytest.raises(ContractError, match="out and q_latent overlap"):
-        attention.attend(
-            q.device.default_stream, q_latent, q, make(U64, 1, 4), make(I32, 1), q_latent, plane_offset_bytes=0, rope_offset=8, scale=1.0
-        )
+    out = q_latent if over_query else make(F32, 1, 2, 16)
+    stream, plan, counts = q.device.default_stream, make(U64, 1, 4), make(I32, 1)
+    with pytest.raises(ContractError, match=text):
+        attention.attend(stream, q_latent, q, plan, counts, out, offsets=offsets, row_format=row_format, rope_offset=8, scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +163,8 @@ def test_costs_at_the_released_widths() -> None:
     score = selection.cost_index_score(rows=1, heads=32, dim=128, context=1000, item_bytes=2)
     assert (score.bytes, score.flops) == (2 * (32 * 128 + 1000 * 128) + 4000, 2 * 1000 * 32 * 129)
     assert selection.cost_topk(rows=2, k=2048, context=10_000).bytes == 2 * 4 * 12_048
-    assert selection.cost_plan_resident(rows=1, k=2048).bytes == 2048 * 12 + 8
-    row = attention.cost_attend(rows=1, heads=64, latent=512, rope=64, selected=2048, item_bytes=2)
+    assert hotcache.cost_plan(rows=1, k=2048).bytes == 2048 * 12 + 8
+    row = attention.cost_attend(rows=1, heads=64, latent=512, rope=64, selected=2048, item_bytes=2, row_bytes=1152)
     assert (row.bytes, row.flops) == (2 * (64 * (1024 + 64) + 2048 * 576) + 8 * 2048, 2 * 64 * 2048 * (576 + 512))
     assert experts.cost_router(rows=1, experts=256, slots=8).bytes == 4 * (256 + 16 + 256)
     assert experts.cost_expert_sort(pairs=8, experts=256).bytes == 4 * (24 + 257)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 
+import numpy as np
 import pytest
 
 from glm53.mem.extents import ExtentPool, ExtentShape
@@ -37,6 +39,77 @@ def test_slabs_must_not_overlap() -> None:
     pool.add_slab((1 << 20) + 4 * SHAPE.extent_bytes, 1)
     pool.check()
     assert pool.capacity == 5
+
+
+def test_host_addresses_lie_beside_device_addresses() -> None:
+    pool = ExtentPool(SHAPE)
+    pool.add_slab(1 << 20, 2, host_address=1 << 40)
+    pool.add_slab(1 << 21, 1)
+    taken = pool.take_many(3)
+    assert taken is not None and pool.used == 3
+    size = SHAPE.extent_bytes
+    assert [pool.address(e) for e in taken] == list(pool.addresses(taken)) == [1 << 20, (1 << 20) + size, 1 << 21]
+    assert [pool.host_address(e) for e in taken] == [1 << 40, (1 << 40) + size, 0]
+    with pytest.raises(ValueError, match="overlaps the slab at 0x10000000000"):
+        pool.add_slab(1 << 22, 1, host_address=(1 << 40) + size)
+    assert pool.capacity == 3
+    pool.check()
+
+
+@pytest.mark.parametrize("address, extents, host_address", [(0, 1, 0), (8, 1, 0), (16, 0, 0), (16, 1, 8), (16, 1, -16)])
+def test_slab_refuses(address: int, extents: int, host_address: int) -> None:
+    pool = ExtentPool(SHAPE)
+    with pytest.raises(ValueError, match="wanted positive, 16-byte aligned"):
+        pool.add_slab(address, extents, host_address)
+    assert pool.capacity == 0 and pool.take() is None
+
+
+@pytest.mark.parametrize("action", ["address", "host_address", "share", "release"])
+def test_free_and_foreign_extents_are_refused(action: str) -> None:
+    pool = pool_of(2)
+    for extent in (1, 2, -1):
+        with pytest.raises(AssertionError, match=f"of extent {extent}, which is free"):
+            getattr(pool, action)(extent)
+    with pytest.raises(AssertionError, match="of 2"):
+        pool.references(2)
+    with pytest.raises(AssertionError, match="take of -1"):
+        pool.take_many(-1)
+    pool.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_extents_come_lowest_first(seed: int) -> None:
+    """100,000 extents in batches against a heap of Python's own, references included."""
+    rng = np.random.default_rng(seed)
+    pool, count = pool_of(100_000), 100_000
+    free, held = list(range(count)), np.zeros(count, np.int64)
+    for _ in range(60):
+        batch = int(rng.integers(1, 5000))
+        if rng.random() < 0.6 and batch <= len(free):
+            taken = pool.take_many(batch)
+            assert taken is not None and taken.tolist() == [heapq.heappop(free) for _ in range(batch)]
+            held[taken] += 1
+        elif held.any():
+            some = rng.permutation(np.flatnonzero(held))[:batch]
+            if rng.random() < 0.3:
+                pool.share_many(some)
+                held[some] += 1
+            else:
+                held[some] -= 1
+                freed = some[held[some] == 0].tolist()
+                assert pool.release_many(some) == len(freed)
+                for extent in freed:
+                    heapq.heappush(free, extent)
+        assert pool.free == len(free) and np.array_equal(pool.reference_counts(np.arange(count)), held)
+        pool.check()
+
+
+@pytest.mark.parametrize("field, value, message", [("references", 1, "zero counts"), ("references", -1, "negative"), ("address", 1 << 20, "overlap")])
+def test_check_finds_a_corrupted_extent(field: str, value: int, message: str) -> None:
+    pool = pool_of(4)
+    pool._extents[field][2] = value
+    with pytest.raises(AssertionError, match=message):
+        pool.check()
 
 
 def test_reserve_takes_nothing_when_short() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from glm53 import Engine, SamplingParams
-from glm53.errors import CheckpointError, DeviceMemoryError, InputError
+from glm53.errors import CheckpointError, DeviceMemoryError, InputError, LifetimeError
 from glm53.hip import Device
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -156,6 +158,73 @@ def test_bad_prompts(demo_engine: Engine, prompt: str | list[int], text: str) ->
 def test_bad_sampling_parameters(name: str, value: object) -> None:
     with pytest.raises(InputError, match=name):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name, value", [("stop", 3), ("stop_token_ids", 3), ("stop_token_ids", (True,)), ("ignore_eos", "yes")])
+def test_sampling_parameters_of_wrong_type(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"abc", {"a": 1}, [1.5], [True], [[1, 2], [None]], [1, "a"], "\ud800"])
+def test_prompts_of_wrong_type(demo_engine: Engine, prompt: object) -> None:
+    with pytest.raises(InputError):
+        demo_engine.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("params", [5, {"temperature": 0}, [{"temperature": 0}], [GREEDY, GREEDY]])
+def test_params_of_wrong_type(demo_engine: Engine, params: object) -> None:
+    with pytest.raises(InputError, match="params"):
+        demo_engine.generate(["a"], params)
+
+
+def test_numpy_prompts(demo_engine: Engine) -> None:
+    ids = demo_engine.encode(PROMPTS[0])
+    assert demo_engine.generate(np.array(ids), GREEDY).token_ids == demo_engine.generate(ids, GREEDY).token_ids
+    assert len(demo_engine.generate(np.array([ids, ids]), GREEDY)) == 2
+
+
+def test_threads_take_turns(demo_engine: Engine) -> None:
+    alone = [demo_engine.generate(p, GREEDY).token_ids for p in PROMPTS[:3]]
+    with ThreadPoolExecutor(3) as pool:
+        assert [c.token_ids for c in pool.map(lambda p: demo_engine.generate(p, GREEDY), PROMPTS[:3])] == alone
+
+
+def test_two_streams_at_once(demo_engine: Engine) -> None:
+    alone = [demo_engine.generate(p, GREEDY).text for p in PROMPTS[:2]]
+    both = zip(*(demo_engine.stream(p, GREEDY) for p in PROMPTS[:2]), strict=True)
+    texts = list(zip(*((a.text, b.text) for a, b in both), strict=True))
+    assert ["".join(t) for t in texts] == alone
+
+
+def test_two_engines_of_one_process(demo_engine: Engine, make_checkpoint: Callable[..., Path]) -> None:
+    before = demo_engine.generate(PROMPTS[0], GREEDY).token_ids
+    with Engine.open(make_checkpoint(seed=3), dtype="f32", context_rows_max=64) as other:
+        assert len(other.generate([1, 2, 3], GREEDY).token_ids) == 12
+        assert demo_engine.generate(PROMPTS[0], GREEDY).token_ids == before
+    assert demo_engine.generate(PROMPTS[0], GREEDY).token_ids == before
+
+
+def test_use_after_close(make_checkpoint: Callable[..., Path]) -> None:
+    with Engine.open(make_checkpoint(seed=3), dtype="f32", context_rows_max=64) as engine:
+        stream = engine.stream([1, 2, 3], GREEDY)
+        next(stream)
+    for use in (lambda: next(stream), lambda: engine.generate([1, 2, 3]), lambda: engine.generate_logits([1], 1)):
+        with pytest.raises(LifetimeError, match=r"after close\(\)"):
+            use()
+    engine.close()
+    assert engine.memory() == {}
+
+
+@pytest.mark.parametrize("text", ['{"temperature": "hot"}', '{"top_p": 0}', "{"])
+def test_bad_generation_config_allocates_nothing(make_checkpoint: Callable[..., Path], tmp_path: Path, text: str) -> None:
+    path = shutil.copytree(make_checkpoint(seed=3), tmp_path / "copy")
+    (path / "generation_config.json").write_text(text)
+    with Device(0) as device:
+        before = device.free_bytes()
+        with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+            Engine.open(path)
+        assert device.free_bytes() == before
 
 
 def test_unknown_setting(demo_path: Path) -> None:

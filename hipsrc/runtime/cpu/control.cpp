@@ -50,6 +50,8 @@ GLM53_EXPORT void glm53_cpu_seed(uint64_t seed, int on) {
   s.random = Random(seed);
   s.pace_left = 0;
   s.favoured_queue = 0;
+  s.starve_left = 0;
+  s.busy_queues.clear();
   s.trace.clear();
   s.work_arrived.notify_all();
 }

@@ -121,6 +121,15 @@ Queue* State::choose() {
   size_t at = found[0];
   if (seeded) {
     std::sort(found.begin(), found.end());
+    // A queue of real hardware can stand still for long while others run: for some hundred steps one queue with work gets none unless
+    // it is alone. Uniform draws would let every queue advance soon, and a missing event between two queues would never show.
+    busy_queues.insert(found.begin(), found.end());
+    if (starve_left == 0) {
+      starve_left = 1 + random.below(96);
+      starved_queue = random.below(4) != 0 ? *std::next(busy_queues.begin(), static_cast<long>(random.below(busy_queues.size()))) : count;
+    }
+    starve_left--;
+    if (found.size() > 1) found.erase(std::remove(found.begin(), found.end(), starved_queue), found.end());
     if (random.below(8) == 0) favoured_queue = random.below(count);
     bool favour = random.below(4) != 0 && std::find(found.begin(), found.end(), favoured_queue) != found.end();
     at = favour ? favoured_queue : found[random.below(found.size())];
@@ -224,7 +233,7 @@ void State::pump(std::unique_lock<std::mutex>& lock) {
   if (!seeded) return;
   if (pace_left == 0) {
     pace = static_cast<int>(random.below(4));
-    pace_left = 1 + random.below(16);
+    pace_left = 1 + random.below(32);
   }
   pace_left--;
   uint64_t steps = random.below(pace == 3 ? 24 : pace == 2 ? 3 : 1);

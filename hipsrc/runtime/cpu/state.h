@@ -191,6 +191,9 @@ struct State {
   size_t last_queue = 0;
   // Seeded mode. Uniform draws would rarely let one queue run far ahead of another or the host far ahead of all, so both have phases.
   size_t favoured_queue = 0;
+  std::set<size_t> busy_queues;  // that ever had work since the seed was set
+  size_t starved_queue = 0;   // number of queues: none
+  uint64_t starve_left = 0;   // choices until another queue is starved
   int pace = 0;               // progress an API call allows: 0 and 1 none, 2 little, 3 much
   uint64_t pace_left = 0;     // calls until the pace is drawn anew
   uint64_t spin_steps = 0;         // in a row, of any kernel

@@ -1,0 +1,423 @@
+"""Checks of the history rows: quantiser, fetch, strided copy, gather, and the whole way device -> host -> device. Bytes are compared exactly,
+those that nothing may touch included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from glm53.check.case import Bench, Case, draw
+from glm53.check.cases_selection import SPACE_OFFSETS
+from glm53.check.compare import Comparison, Mismatch, compare, worst_of
+from glm53.check.reference_rows import oracle_bytes, row_bits
+from glm53.hip import Array, Device
+from glm53.ops import rows as ops
+from glm53.ops.hotcache import FetchList
+from glm53.spec import DType, RowFormat, Space
+
+U64 = np.uint64
+
+
+def as_u64(value: int) -> np.uint64:
+    return U64(value % (1 << 64))
+
+
+# Store
+
+
+def store(bench: Bench, x: np.ndarray, dtype: DType, row_format: RowFormat, latent: int, rope: int, error: Array) -> tuple[np.ndarray, np.ndarray]:
+    """Stores x [rows, columns] into every other slot, shuffled over slots and spaces, row 3 skipped. Returns all slots and the slot of each
+    row, -1 where it was skipped."""
+    row_bytes, rows = row_format.row_bytes(latent, rope), len(x)
+    rng = np.random.default_rng(rows)
+    memory = bench.poison(DType.U8, (2 * rows + 1, row_bytes))
+    slots = rng.permutation(2 * rows + 1)[:rows]
+    spaces = rng.integers(0, len(Space), rows)
+    payloads = [as_u64(memory.address + int(slot) * row_bytes - SPACE_OFFSETS[space]) for slot, space in zip(slots, spaces, strict=True)]
+    refs = np.array(payloads, U64) | spaces.astype(U64)
+    if rows > 3:
+        refs[3], slots[3] = 0, -1
+    ops.store_rows(
+        bench.stream,
+        bench.put(x, dtype),
+        bench.put(refs),
+        offsets=SPACE_OFFSETS,
+        row_format=row_format,
+        latent=latent,
+        rope=rope,
+        error=error,
+    )
+    return bench.read(memory), slots
+
+
+def compare_rows(memory: np.ndarray, slots: np.ndarray, want: np.ndarray, bad: np.ndarray) -> Comparison:
+    """Every slot: the stored rows as wanted, the others untouched; rows that cannot be stored may hold anything."""
+    expected = np.full_like(memory, 0xFF)
+    stored = slots >= 0
+    expected[slots[stored]] = want[stored]
+    undefined = slots[stored & bad]
+    expected[undefined] = memory[undefined]
+    return compare("rows", memory, expected)
+
+
+def run_store(latent: int, rope: int, extra: int, dtype: DType, row_format: RowFormat, device: Device) -> Comparison:
+    """`extra` columns after the row in x: the row stride differs from the width, and x rows of odd strides lose their alignment."""
+    x = draw(latent + rope, (9, latent + rope + extra), dtype, 3.0)
+    x[5] = 0
+    x[6] *= np.float32(2**-20)
+    with Bench(device) as bench:
+        error = bench.put(np.zeros(1, np.uint32))
+        memory, slots = store(bench, x, dtype, row_format, latent, rope, error)
+        want, bad = row_bits(x[:, : latent + rope], latent, row_format)
+        return worst_of(compare("error", bench.read(error), np.zeros(1, np.uint32)), compare_rows(memory, slots, want, bad))
+
+
+def corner_groups() -> np.ndarray:
+    """[groups, 64] float32: where the quantiser's roundings, limits and signs show."""
+    rng = np.random.default_rng(23)
+    unit = np.float32(127) * np.ones(64, np.float32)  # scale exactly 1
+    ties = unit.copy()
+    ties[1:64] = np.arange(63, dtype=np.float32) - np.float32(31.5)  # every half: ties to even
+    largest = np.float32(65504) * np.float32(127)
+    below_overflow = np.nextafter(np.float32(65520) * np.float32(127), np.float32(0))
+    single = np.zeros(64, np.float32)
+    single[63] = np.float32(1e6)
+    groups = [np.zeros(64, np.float32), np.full(64, np.float32(-0.0)), unit, -unit, ties, -ties, single, -single]
+    groups += [rng.uniform(-1, 1, 64).astype(np.float32) * top for top in (largest, below_overflow)]
+    for group, top in zip(groups[-2:], (largest, below_overflow), strict=True):
+        group[7] = -top
+    for exponent in (-149, -140, -126, -40, -32, -31, -26, -25, -24, -23, -20, -18, -17, -15, -14, -10, 0, 10):
+        top = np.float32(np.ldexp(1.0, exponent))
+        for factor in (1.0, 1.25, 1.4999, 1.5, 1.75):  # amax around the f16 steps, subnormal ones too
+            group = rng.uniform(-1, 1, 64).astype(np.float32) * top
+            group[11] = top * np.float32(factor)
+            groups.append(group)
+    return np.stack(groups)
+
+
+def run_quantise(groups: np.ndarray, device: Device) -> Comparison:
+    """Rows of 8 groups from these, exact."""
+    latent, rope = 512, 8
+    padded = np.concatenate([groups, np.zeros((-len(groups) % 8, 64), np.float32)]).reshape(-1, latent)
+    x = np.concatenate([padded, draw(29, (len(padded), rope))], axis=1)
+    with Bench(device) as bench:
+        error = bench.put(np.zeros(1, np.uint32))
+        memory, slots = store(bench, x, DType.F32, RowFormat.Q8G64, latent, rope, error)
+        want, bad = row_bits(x, latent, RowFormat.Q8G64)
+        return worst_of(compare("error", bench.read(error), np.zeros(1, np.uint32)), compare_rows(memory, slots, want, bad))
+
+
+def scale_ties() -> np.ndarray:
+    """[31743, 64]: a group for every midpoint between two neighbours among the finite f16 >= 0; amax / 127 is that midpoint exactly."""
+    codes = np.arange(0x7BFF, dtype=np.uint16)
+    low, high = codes.view(np.float16).astype(np.float64), (codes + np.uint16(1)).view(np.float16).astype(np.float64)
+    groups = np.zeros((len(codes), 64), np.float32)
+    groups[:, 0] = (low + high) / 2 * 127  # 12 bits times 7 bits: exact
+    groups[:, 1] = groups[:, 0] * np.float32(-0.37)
+    return groups
+
+
+def run_errors(dtype: DType, device: Device) -> Comparison:
+    """Values that are not finite, and scales beyond f16: reported, the largest row number stays, all other rows are right."""
+    latent, rope, rows = 128, 6, 12
+    results = []
+    kinds: list[tuple[int, float]] = [(0, np.nan), (77, np.inf), (127, -np.inf), (130, np.nan), (133, np.inf), (64, 65536.0 * 127)]
+    if dtype is DType.F32:
+        kinds += [(128, 3.4e38), (5, 65520.0 * 127)]  # finite, but not as bf16; the smallest magnitude whose scale rounds to infinity
+    with Bench(device) as bench:
+        for column, value in kinds:
+            x = draw(31, (rows, latent + rope), dtype)
+            for row in (2, 8, 1):
+                x[row, column] = value
+            error = bench.put(np.zeros(1, np.uint32))
+            memory, slots = store(bench, x, dtype, RowFormat.Q8G64, latent, rope, error)
+            want, bad = row_bits(x, latent, RowFormat.Q8G64)
+            if list(np.flatnonzero(bad)) != [1, 2, 8]:
+                raise Mismatch(f"reference: rows {np.flatnonzero(bad)} are bad, expected 1, 2 and 8")
+            results.append(compare_rows(memory, slots, want, bad))
+            results.append(compare(f"error of {value} in column {column}", bench.read(error), np.array([9], np.uint32)))
+            store(bench, x[:3], dtype, RowFormat.Q8G64, latent, rope, error)  # rows 1 and 2 are bad: 9 stays
+            results.append(compare("error later", bench.read(error), np.array([9], np.uint32)))
+    return worst_of(*results)
+
+
+# Fetch
+
+
+def run_fetch(row_bytes: int, counts: tuple[int, ...], planes: range, blocks: int | None, device: Device) -> Comparison:
+    """Rounds of these sizes, targets half hot and half staging; hot and staging memory compared as a whole."""
+    k, hot_rows, source_rows, layers = 16, 80, 90, planes.stop
+    rng = np.random.default_rng(row_bytes)
+    starts = np.concatenate([[0], np.cumsum([max(1, -(-count // k)) for count in counts])]).astype(np.int32)
+    history = rng.integers(0, 255, (layers, source_rows, row_bytes)).astype(np.uint8)
+    hot_want, staging_want = (np.full((n, hot_rows, row_bytes), 0xFF, np.uint8) for n in (layers, len(planes)))
+    with Bench(device) as bench, device.host_alloc(history.nbytes, category="check") as host:
+        host.array[:] = history.reshape(-1)
+        hot, staging = bench.poison(DType.U8, hot_want.shape), bench.poison(DType.U8, staging_want.shape)
+        sources, targets = np.full(int(starts[-1]) * k, 0xDEAD, U64), np.full(int(starts[-1]) * k, 0xDEAD, U64)
+        free = {Space.HOT: list(rng.permutation(hot_rows)), Space.STAGING: list(rng.permutation(hot_rows))}
+        for i, count in enumerate(counts):
+            for entry in range(int(starts[i]) * k, int(starts[i]) * k + count):
+                row, space = int(rng.integers(source_rows)), Space(2 * int(rng.integers(2)))
+                slot = int(free[space].pop())
+                sources[entry] = host.device_address + row * row_bytes
+                targets[entry] = slot * row_bytes + (hot.address if space is Space.HOT else 0) + space
+                of = slice(planes.start, planes.stop)
+                if space is Space.HOT:
+                    hot_want[of, slot] = history[of, row]
+                else:
+                    staging_want[:, slot] = history[of, row]
+        fetch = FetchList(bench.put(sources), bench.put(targets), bench.put(np.zeros(1, np.int32)), bench.put(np.array(counts, np.int32)))
+        ops.fetch(
+            bench.stream,
+            fetch,
+            bench.put(starts),
+            planes=planes,
+            staging=staging,
+            staging_plane_first=planes.start,
+            source_plane_bytes=source_rows * row_bytes,
+            hot_plane_bytes=hot_rows * row_bytes,
+            staging_plane_bytes=hot_rows * row_bytes,
+            row_bytes=row_bytes,
+            k=k,
+            blocks=blocks,
+        )
+        return worst_of(compare("hot", bench.read(hot), hot_want), compare("staging", bench.read(staging), staging_want))
+
+
+def run_fetch_far(device: Device) -> Comparison:
+    """Plane strides beyond 2^31 and 2^32 bytes and backwards: the first plane fetched is plane 3, the bases lie 3 strides away."""
+    row_bytes, k, rows = 656, 5, 5
+    strides = (5 << 31, (3 << 32) + 16, -(7 << 31))  # source, hot, staging
+    data = np.random.default_rng(2).integers(0, 255, (rows, row_bytes)).astype(np.uint8)
+    with Bench(device) as bench:
+        source, hot, staging = bench.put(data), bench.poison(DType.U8, data.shape), bench.poison(DType.U8, data.shape)
+        at = np.arange(rows) * row_bytes
+        sources = np.array([as_u64(source.address - 3 * strides[0] + int(o)) for o in at], U64)
+        targets = np.array([as_u64(hot.address - 3 * strides[1] + int(o)) for o in at], U64)
+        targets[3:] = at[3:].astype(U64) + U64(Space.STAGING)
+        fetch = FetchList(bench.put(sources), bench.put(targets), bench.put(np.zeros(1, np.int32)), bench.put(np.array([rows], np.int32)))
+        ops.fetch(
+            bench.stream,
+            fetch,
+            bench.put(np.array([0, 1], np.int32)),
+            planes=range(3, 4),
+            staging=staging,
+            staging_plane_first=3,
+            source_plane_bytes=strides[0],
+            hot_plane_bytes=strides[1],
+            staging_plane_bytes=strides[2],
+            row_bytes=row_bytes,
+            k=k,
+        )
+        hot_want, staging_want = np.full_like(data, 0xFF), np.full_like(data, 0xFF)
+        hot_want[:3], staging_want[3:] = data[:3], data[3:]
+        return worst_of(compare("hot", bench.read(hot), hot_want), compare("staging", bench.read(staging), staging_want))
+
+
+# Strided copy and gather
+
+
+def run_copy_planes(length_bytes: int, planes: int, gap_bytes: int, device: Device) -> Comparison:
+    """Device to host memory: stretches of planes that are `gap_bytes` longer than the stretch on the source side, twice that on the other."""
+    rng = np.random.default_rng(length_bytes)
+    source = rng.integers(0, 255, (planes, length_bytes + gap_bytes)).astype(np.uint8)
+    want = np.full((planes, length_bytes + 2 * gap_bytes), 0xFF, np.uint8)
+    want[:, gap_bytes : gap_bytes + length_bytes] = source[:, :length_bytes]
+    with Bench(device) as bench, device.host_alloc(want.nbytes, category="check") as host:
+        host.array[:] = 0xFF
+        ops.copy_planes(
+            bench.stream,
+            bench.put(source).address,
+            host.device_address + gap_bytes,
+            source_plane_bytes=source.shape[1],
+            target_plane_bytes=want.shape[1],
+            length_bytes=length_bytes,
+            planes=planes,
+        )
+        bench.stream.synchronize()
+        return compare("planes", host.array.reshape(want.shape).copy(), want)
+
+
+def run_copy_planes_far(device: Device) -> Comparison:
+    """Two planes in separate allocations: a stride is the distance between them, forwards and backwards."""
+    data = np.random.default_rng(4).integers(0, 255, (2, 48)).astype(np.uint8)
+    with Bench(device) as bench:
+        sources = [bench.put(part) for part in data]
+        bench.poison(DType.U8, (1 << 20,))
+        targets = [bench.poison(DType.U8, (48,)) for _ in data]
+        ops.copy_planes(
+            bench.stream,
+            sources[1].address,
+            targets[0].address,
+            source_plane_bytes=sources[0].address - sources[1].address,
+            target_plane_bytes=targets[1].address - targets[0].address,
+            length_bytes=48,
+            planes=2,
+        )
+        return compare("planes", np.stack([bench.read(target) for target in targets]), data[::-1])
+
+
+def run_gather(rows: int, extent_rows: int, row_bytes: int, plane_offset: int, device: Device) -> Comparison:
+    """Extents in shuffled order; plane_offset may be beyond 2^32 or negative: the table's addresses are then as far away."""
+    extents = -(-rows // extent_rows)
+    rng = np.random.default_rng(rows)
+    data = rng.integers(0, 255, (extents, extent_rows, row_bytes)).astype(np.uint8)
+    order = rng.permutation(extents)
+    want = np.full((rows + 1, row_bytes), 0xFF, np.uint8)
+    want[:rows] = data[order].reshape(-1, row_bytes)[:rows]
+    with Bench(device) as bench:
+        memory, target = bench.put(data), bench.poison(DType.U8, want.shape)
+        table = np.array([as_u64(memory.address + int(e) * extent_rows * row_bytes - plane_offset) for e in order], U64)
+        ops.gather_plane(
+            bench.stream,
+            bench.put(table),
+            target,
+            plane_offset_bytes=plane_offset,
+            rows=rows,
+            extent_rows=extent_rows,
+            row_bytes=row_bytes,
+        )
+        return compare("target", bench.read(target), want)
+
+
+# The whole way
+
+
+class RoundTrip:
+    """Two sessions, hot buffers on the device, extents in host memory, every byte from the oracle."""
+
+    PLANES, HOT_ROWS, EXTENT_ROWS, EXTENTS, BATCH = 3, 128, 128, 2, 64
+    POSITIONS = EXTENT_ROWS * EXTENTS
+
+    def __init__(self, bench: Bench, host: np.ndarray, host_address: int, row_bytes: int):
+        self.bench, self.row_bytes = bench, row_bytes
+        self.hot = [bench.poison(DType.U8, (self.PLANES, self.HOT_ROWS, row_bytes)) for _ in range(2)]
+        self.rewrites = np.zeros((2, self.POSITIONS), np.int64)
+        self.extent_bytes = self.EXTENT_ROWS * self.PLANES * row_bytes
+        host[:] = 0xFF
+        order = np.random.default_rng(6).permutation(2 * self.EXTENTS)
+        self.tables = (host_address + order * self.extent_bytes).astype(U64).reshape(2, self.EXTENTS)
+
+    def rows(self, session: int, layer: int, positions: np.ndarray) -> np.ndarray:
+        return oracle_bytes(session, layer, positions, self.rewrites[session, positions], self.row_bytes)
+
+    def write(self, session: int, first: int) -> None:
+        """A batch of rows into the ring (row p at slot p mod hot rows), then by one strided copy into its extent."""
+        positions = np.arange(first, first + self.BATCH)
+        self.rewrites[session, positions] += 1
+        slot, plane_bytes = first % self.HOT_ROWS, self.HOT_ROWS * self.row_bytes
+        hot = self.hot[session]
+        for layer in range(self.PLANES):
+            at = layer * plane_bytes + slot * self.row_bytes
+            flat = Array(hot.buffer, DType.U8, (self.BATCH, self.row_bytes), hot.offset_bytes + at)
+            flat.upload(self.rows(session, layer, positions))
+        ops.copy_planes(
+            self.bench.stream,
+            hot.address + slot * self.row_bytes,
+            int(self.tables[session, first // self.EXTENT_ROWS]) + first % self.EXTENT_ROWS * self.row_bytes,
+            source_plane_bytes=plane_bytes,
+            target_plane_bytes=self.extent_bytes // self.PLANES,
+            length_bytes=self.BATCH * self.row_bytes,
+            planes=self.PLANES,
+        )
+
+    def fetched(self, session: int, positions: np.ndarray) -> np.ndarray:
+        """[planes, n, row_bytes]: the rows as `fetch` brings them into hot slots 0 and up."""
+        n, target = len(positions), self.bench.poison(DType.U8, (self.PLANES, len(positions), self.row_bytes))
+        sources = self.tables[session, positions // self.EXTENT_ROWS] + (positions % self.EXTENT_ROWS * self.row_bytes).astype(U64)
+        targets = U64(target.address) + np.arange(n, dtype=U64) * U64(self.row_bytes)
+        put = self.bench.put
+        fetch = FetchList(put(sources), put(targets), put(positions.astype(np.int32)), put(np.array([n], np.int32)))
+        ops.fetch(
+            self.bench.stream,
+            fetch,
+            put(np.array([0, 1], np.int32)),
+            planes=range(self.PLANES),
+            staging=None,
+            staging_plane_first=0,
+            source_plane_bytes=self.extent_bytes // self.PLANES,
+            hot_plane_bytes=n * self.row_bytes,
+            staging_plane_bytes=0,
+            row_bytes=self.row_bytes,
+            k=n,
+        )
+        return self.bench.read(target)
+
+    def gathered(self, session: int, layer: int, rows: int) -> np.ndarray:
+        target = self.bench.poison(DType.U8, (rows, self.row_bytes))
+        ops.gather_plane(
+            self.bench.stream,
+            self.bench.put(self.tables[session]),
+            target.address,
+            plane_offset_bytes=layer * self.extent_bytes // self.PLANES,
+            rows=rows,
+            extent_rows=self.EXTENT_ROWS,
+            row_bytes=self.row_bytes,
+        )
+        return self.bench.read(target)
+
+
+def run_round_trip(row_bytes: int, device: Device) -> Comparison:
+    """Two sessions fill two extents each through rings of half that size; batches are rewritten; then every row comes back twice."""
+    rng = np.random.default_rng(row_bytes)
+    size = 2 * RoundTrip.EXTENTS * RoundTrip.EXTENT_ROWS * RoundTrip.PLANES * row_bytes
+    results = []
+    with Bench(device) as bench, device.host_alloc(size, category="check") as host:
+        trip = RoundTrip(bench, host.array, host.device_address, row_bytes)
+        firsts = list(range(0, RoundTrip.POSITIONS, RoundTrip.BATCH))
+        for session, first in [(s, f) for f in firsts for s in (0, 1)] + [(0, firsts[1]), (1, firsts[-1]), (0, firsts[1])]:
+            trip.write(session, first)
+        for session in (0, 1):
+            positions = rng.integers(0, RoundTrip.POSITIONS, 300)  # duplicates too
+            got = trip.fetched(session, positions)
+            for layer in range(RoundTrip.PLANES):
+                results.append(compare(f"fetch, session {session}, layer {layer}", got[layer], trip.rows(session, layer, positions)))
+                every = np.arange(RoundTrip.POSITIONS - 3)
+                gathered = trip.gathered(session, layer, len(every))
+                results.append(compare(f"gather, session {session}, layer {layer}", gathered, trip.rows(session, layer, every)))
+    return worst_of(*results)
+
+
+# Latent, rope, further columns of x. q8g64 rows are whole 16 bytes where rope + latent / 64 is a multiple of 8.
+_PLAIN_SHAPES = ((512, 64, 0), (40, 16, 0), (64, 16, 8), (128, 24, 1), (8, 0, 3))
+_Q8_SHAPES = ((512, 64, 0), (512, 16, 3), (64, 23, 0), (64, 63, 8), (256, 12, 1), (320, 59, 0), (1088, 23, 2))
+_VARIANTS = (
+    (DType.F32, RowFormat.F32, _PLAIN_SHAPES),
+    (DType.BF16, RowFormat.BF16, _PLAIN_SHAPES),
+    (DType.F32, RowFormat.Q8G64, _Q8_SHAPES),
+    (DType.BF16, RowFormat.Q8G64, _Q8_SHAPES),
+)
+_ROW_BYTES = (656, 1152, 2304)
+
+
+def _case(name: str, run: Callable[[Device], Comparison]) -> Case:
+    return Case("rows", name, run)
+
+
+CASES = [
+    *(
+        _case(f"store-{dtype.label}-{row_format.value}-{latent}-{rope}-{extra}", partial(run_store, latent, rope, extra, dtype, row_format))
+        for dtype, row_format, shapes in _VARIANTS
+        for latent, rope, extra in shapes
+    ),
+    _case("store-q8g64-corners", partial(run_quantise, corner_groups())),
+    _case("store-q8g64-scale-ties", lambda device: run_quantise(scale_ties(), device)),
+    *(_case(f"store-q8g64-errors-{dtype.label}", partial(run_errors, dtype)) for dtype in (DType.F32, DType.BF16)),
+    *(_case(f"fetch-{size}", partial(run_fetch, size, (37, 0, 16, 1), range(1, 4), None)) for size in (16, 48, *_ROW_BYTES)),
+    _case("fetch-one-block", partial(run_fetch, 656, (60, 5), range(2), 1)),
+    _case("fetch-more-blocks-than-work", partial(run_fetch, 656, (0, 5), range(2), 7)),
+    _case("fetch-nothing", partial(run_fetch, 1152, (0, 0, 0), range(1), None)),
+    _case("fetch-far", run_fetch_far),
+    *(_case(f"copy-planes-{size}", partial(run_copy_planes, size, 5, 32)) for size in (16, 64 * 656, 16 * 1024, 16 * 1025, 16 * 5000)),
+    _case("copy-planes-one", partial(run_copy_planes, 16 * 3000, 1, 0)),
+    _case("copy-planes-far", run_copy_planes_far),
+    _case("gather-plane-partial", partial(run_gather, 150, 64, 656, 0)),
+    _case("gather-plane-whole", partial(run_gather, 192, 64, 1152, 5 << 31)),
+    _case("gather-plane-within-one", partial(run_gather, 3, 128, 2304, -(9 << 32) - 48)),
+    _case("gather-plane-many", partial(run_gather, 64 * 20 + 1, 64, 48, 3 << 31)),
+    *(_case(f"round-trip-{size}", partial(run_round_trip, size)) for size in _ROW_BYTES),
+]

@@ -1,0 +1,308 @@
+"""The three kinds of pass of the host tier: a step through the hot cache, a prompt that fits the hot buffer, a prompt that streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from glm53.hip import Array, Event, Stream
+from glm53.kv.passes import PassRows
+from glm53.ops import hotcache, rows
+from glm53.spec import Offsets
+
+if TYPE_CHECKING:
+    from glm53.kv.host import HostTier, Session
+
+
+class StepPass:
+    """Rows of some sessions, each looked up in its hot cache; misses are fetched before the attention that needs them.
+
+    The full layer's rows are fetched on the main stream; those of the layers that share its selection on a side stream meanwhile.
+    """
+
+    def __init__(self, tier: HostTier, pass_rows: PassRows):
+        self.tier, self.rows = tier, pass_rows
+        count = len(pass_rows.positions)
+        assert count <= tier.config.step_rows_max, f"{count} rows in a step of at most {tier.config.step_rows_max}"
+        self.runs = pass_rows.runs
+        self.refs = tier.refs.slice(0, count)
+        self.fetches = any(not tier.sessions[slot].full for slot, _, _ in self.runs)
+        self.leader = 0
+        self.followers: Event | None = None
+        starts = np.array([0, *(last for _, _, last in self.runs)], np.int32)
+        self.round_starts = tier.round_starts.slice(0, len(starts))
+        self.round_starts.upload(starts, tier.stream)
+        self.round_sessions = tier.round_sessions.slice(0, len(self.runs))
+        self.round_sessions.upload(np.array([slot for slot, _, _ in self.runs], np.int32), tier.stream)
+        hotcache.place_hot(
+            tier.stream,
+            pass_rows.device_sessions,
+            pass_rows.device_positions,
+            tier.states,
+            self.refs,
+            tier.config.ring_rows,
+            tier.layout.row_bytes,
+        )
+
+    def offsets(self, layer: int) -> Offsets:
+        tier = self.tier
+        staging = tier.staging.address + (layer - self.leader) * tier.staging_plane_bytes
+        return (layer * tier.hot_plane_bytes, layer * tier.shape.plane_bytes, staging, 0)
+
+    def before_store(self, layer: int) -> None:
+        pass
+
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> None:
+        tier = self.tier
+        self.leader = layer
+        group = tier.layout.group_of(layer)
+        hotcache.hot_plan(
+            tier.stream,
+            selected,
+            counts,
+            self.rows.device_sessions,
+            self.round_starts,
+            tier.tables,
+            tier.states,
+            tier.slot_tables,
+            group,
+            plan,
+            tier.fetch_list,
+            tier.shape,
+            tier.config.ring_rows,
+        )
+        if not self.fetches:
+            return
+        layers = tier.layout.groups[group]
+        if tier.config.fetch == "copy":
+            self._fetch_by_copies(range(layer, layers[-1] + 1))
+            return
+        planned = tier.device.event()
+        planned.record(tier.stream)
+        self._fetch(tier.stream, range(layer, layer + 1))
+        if len(layers) > 1:
+            tier.side_stream.wait(planned)
+            self._fetch(tier.side_stream, range(layer + 1, layers[-1] + 1))
+            self.followers = tier.device.event()
+            self.followers.record(tier.side_stream)
+        planned.close()
+
+    def _fetch(self, stream: Stream, planes: range, source_plane_bytes: int = 0) -> None:
+        tier = self.tier
+        rows.fetch(
+            stream,
+            tier.fetch_list,
+            self.round_starts,
+            planes=planes,
+            staging=tier.staging,
+            staging_plane_first=self.leader,
+            source_plane_bytes=source_plane_bytes or tier.shape.plane_bytes,
+            hot_plane_bytes=tier.hot_plane_bytes,
+            staging_plane_bytes=tier.staging_plane_bytes,
+            row_bytes=tier.layout.row_bytes,
+            k=tier.config.topk,
+        )
+
+    def _fetch_by_copies(self, planes: range) -> None:
+        """Where kernels cannot read host memory: the host gathers the missing rows, one copy brings them, and the same kernel deals them out."""
+        tier, row_bytes = self.tier, self.tier.layout.row_bytes
+        counts = tier.fetch_list.counts.numpy(tier.stream)
+        sources = tier.fetch_list.sources.numpy(tier.stream)
+        starts = [first * tier.config.topk for _, first, _ in self.runs]
+        wanted = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=False)])
+        if not len(wanted):
+            return
+        gathered = np.empty((len(planes), len(wanted), row_bytes), np.uint8)
+        for at, index in enumerate(wanted):
+            for plane in planes:
+                gathered[plane - planes.start, at] = tier.host_bytes(int(sources[index]) + plane * tier.shape.plane_bytes, row_bytes)
+        bounce = Array.from_numpy(tier.device, gathered, category="staging")
+        plane_bytes = len(wanted) * row_bytes
+        moved = np.zeros_like(sources)
+        first_plane = bounce.address - planes.start * plane_bytes
+        moved[wanted] = (first_plane + np.arange(len(wanted)) * row_bytes).astype(np.uint64)
+        tier.fetch_list.sources.upload(moved, tier.stream)
+        self._fetch(tier.stream, planes, source_plane_bytes=plane_bytes)
+        tier.stream.synchronize()
+        bounce.free()
+
+    def before_attention(self, layer: int) -> None:
+        if layer != self.leader and self.followers is not None:
+            self.tier.stream.wait(self.followers)
+            self.followers.close()
+            self.followers = None
+
+    def after_attention(self, layer: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        tier = self.tier
+        hotcache.finish_round(tier.stream, tier.states, self.round_sessions)
+        for slot, first, last in self.runs:
+            session = tier.sessions[slot]
+            tier.next_round(session)
+            tier.written(session, last - first)
+
+    def abandon(self) -> None:
+        tier = self.tier
+        if self.followers is not None:
+            tier.stream.wait(self.followers)
+            self.followers.close()
+            self.followers = None
+        for slot, _, _ in self.runs:
+            session = tier.sessions[slot]
+            if not session.full:
+                hotcache.abandon(tier.stream, tier.states, tier.slot_tables, slot, session.history.rows)
+            tier.next_round(session)
+            tier.upload_states([slot])
+
+
+class FullPass:
+    """A prompt chunk of one session whose history still fits the hot buffer: row p is written to and read from slot p."""
+
+    def __init__(self, tier: HostTier, session: Session, pass_rows: PassRows):
+        self.tier, self.session, self.rows = tier, session, pass_rows
+        self.refs = tier.refs.slice(0, len(pass_rows.positions))
+        hotcache.place_linear(tier.stream, pass_rows.device_positions, self.refs, tier.layout.row_bytes)
+
+    def offsets(self, layer: int) -> Offsets:
+        return (0, 0, 0, self.session.hot.address + layer * self.tier.hot_plane_bytes)
+
+    def before_store(self, layer: int) -> None:
+        pass
+
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> None:
+        hotcache.plan_linear(self.tier.stream, selected, counts, plan, self.tier.layout.row_bytes)
+
+    def before_attention(self, layer: int) -> None:
+        pass
+
+    def after_attention(self, layer: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.tier.written(self.session, len(self.rows.positions))
+
+    def abandon(self) -> None:
+        pass  # rows that the history does not count are overwritten by the next pass
+
+
+class StreamPass:
+    """A prompt chunk of one session, one layer at a time: earlier rows come from host memory into one of two linear buffers while the layer before
+    is computed in the other; new rows are appended there, go to their extents, and the last ones seed the hot cache.
+
+    Device memory is bounded by two layers of the session.
+    """
+
+    def __init__(self, tier: HostTier, session: Session, pass_rows: PassRows):
+        self.tier, self.session, self.rows = tier, session, pass_rows
+        count = len(pass_rows.positions)
+        self.start = int(pass_rows.positions[0])
+        self.stop = self.start + count
+        if session.full:
+            tier.leave_full(session)
+        tier.settle(session.slot)
+        self.buffers = tier.linear_buffers(self.stop)
+        self.ready: list[Event | None] = [None, None]  # the buffer holds its layer's earlier rows, and nothing of the layer before leaves it any more
+        self.refs = tier.refs.slice(0, count)
+        hotcache.place_linear(tier.stream, pass_rows.device_positions, self.refs, tier.layout.row_bytes)
+        self.seeds = self._seed_pieces(count)
+        begun = tier.device.event()
+        begun.record(tier.stream)
+        tier.side_stream.wait(begun)
+        begun.close()
+        for layer in range(min(2, tier.layout.planes)):
+            self._bring(layer)
+
+    def _seed_pieces(self, count: int) -> list[tuple[int, int, int]]:
+        """(first position, last position + 1, cache slot): the last rows of the chunk, behind the slots seeded before, in at most two pieces."""
+        slots = self.tier.config.slots
+        first = self.stop - min(count, slots)
+        pieces, slot = [], self.session.seed_slot
+        while first < self.stop:
+            length = min(self.stop - first, slots - slot)
+            pieces.append((first, first + length, slot))
+            first, slot = first + length, (slot + length) % slots
+        return pieces
+
+    def _bring(self, layer: int) -> None:
+        """Enqueues the earlier rows of a layer into its buffer, on the side stream."""
+        tier = self.tier
+        if self.start and tier.config.fetch == "copy":
+            self._bring_by_copies(layer)
+        elif self.start:
+            rows.gather_plane(
+                tier.side_stream,
+                tier.tables.slice(self.session.slot, self.session.slot + 1),
+                self.buffers[layer % 2],
+                plane_offset_bytes=layer * tier.shape.plane_bytes,
+                rows=self.start,
+                extent_rows=tier.shape.extent_rows,
+                row_bytes=tier.layout.row_bytes,
+            )
+        event = tier.device.event()
+        event.record(tier.side_stream)
+        self.ready[layer % 2] = event
+
+    def _bring_by_copies(self, layer: int) -> None:
+        """One copy an extent, where kernels cannot read host memory."""
+        tier, row_bytes = self.tier, self.tier.layout.row_bytes
+        for index, extent in enumerate(self.session.history.addresses[: tier.shape.extents_for(self.start)]):
+            first = index * tier.shape.extent_rows
+            length = (min(self.start, first + tier.shape.extent_rows) - first) * row_bytes
+            source = tier.host_address(extent + layer * tier.shape.plane_bytes)
+            tier.side_stream.copy(self.buffers[layer % 2].address + first * row_bytes, source, length)
+
+    def offsets(self, layer: int) -> Offsets:
+        return (0, 0, 0, self.buffers[layer % 2].address)
+
+    def before_store(self, layer: int) -> None:
+        event = self.ready[layer % 2]
+        if event is not None:
+            self.tier.stream.wait(event)
+            event.close()
+            self.ready[layer % 2] = None
+
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> None:
+        hotcache.plan_linear(self.tier.stream, selected, counts, plan, self.tier.layout.row_bytes)
+
+    def before_attention(self, layer: int) -> None:
+        pass
+
+    def after_attention(self, layer: int) -> None:
+        tier, buffer, row_bytes = self.tier, self.buffers[layer % 2].address, self.tier.layout.row_bytes
+        for first, last, slot in self.seeds:
+            target = self.session.hot.address + layer * tier.hot_plane_bytes + (tier.config.ring_rows + slot) * row_bytes
+            tier.stream.copy(target, buffer + first * row_bytes, (last - first) * row_bytes)
+        attended = tier.device.event()
+        attended.record(tier.stream)
+        tier.side_stream.wait(attended)
+        attended.close()
+        first, extent_rows = self.start, tier.shape.extent_rows
+        addresses = self.session.history.addresses
+        while first < self.stop:
+            last = min(self.stop, (first // extent_rows + 1) * extent_rows)
+            target = addresses[first // extent_rows] + layer * tier.shape.plane_bytes + first % extent_rows * row_bytes
+            tier.side_stream.copy(tier.host_address(target), buffer + first * row_bytes, (last - first) * row_bytes)
+            first = last
+        if layer + 2 < tier.layout.planes:
+            self._bring(layer + 2)
+
+    def finish(self) -> None:
+        """Waits until the rows are in host memory: a large append is settled when it ends."""
+        tier, session = self.tier, self.session
+        tier.side_stream.synchronize()
+        session.history.bypass(self.stop - self.start)
+        for first, last, slot in self.seeds:
+            hotcache.seed(tier.stream, tier.states, tier.slot_tables, session.slot, first, last, slot)
+            session.seed_slot = (slot + last - first) % tier.config.slots
+        tier.upload_states([session.slot])
+
+    def abandon(self) -> None:
+        """Seeded slots were overwritten without their tables: what they held is forgotten."""
+        tier, session = self.tier, self.session
+        tier.side_stream.synchronize()
+        tier.stream.synchronize()
+        tier.slot_tables.reset(tier.stream, session.slot)
+        session.seed_slot = 0

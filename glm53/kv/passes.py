@@ -1,0 +1,108 @@
+"""What a tier does for one pass of the forward: where new rows go, which addresses attention reads, what moves in between.
+
+A pass is made by a tier's `begin`, lives until `finish` (or `abandon`), and only enqueues work. The order of calls, for each layer: `before_store`,
+the rows are written to `refs`, on a full layer `plan`, then `before_attention`, the attention reads through the plan, `after_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from glm53.hip import Array
+from glm53.mem.extents import ExtentShape
+from glm53.spec import Offsets, RowFormat
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Rows of a model's history: format, widths, layers, and which layers share a selection."""
+
+    row_format: RowFormat
+    latent: int
+    rope: int
+    groups: tuple[tuple[int, ...], ...]  # layers of each selection group, ascending; the first is the full layer that selects
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_format.row_bytes(self.latent, self.rope)
+
+    @property
+    def planes(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    def extent_shape(self, extent_rows: int) -> ExtentShape:
+        return ExtentShape(extent_rows, self.planes, self.row_bytes)
+
+    def group_of(self, layer: int) -> int:
+        """Index of the group that a layer belongs to."""
+        return next(index for index, group in enumerate(self.groups) if layer in group)
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """The rows of a pass: on the host, and the same on the device. Rows of one session stand together, positions ascending."""
+
+    positions: np.ndarray  # [rows] int32
+    sessions: np.ndarray  # [rows] int32, slots of the tier
+    device_positions: Array
+    device_sessions: Array
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(session, first row, last row + 1) of each session, in order."""
+        bounds = [0, *(np.flatnonzero(np.diff(self.sessions)) + 1).tolist(), len(self.sessions)]
+        return [(int(self.sessions[a]), a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+class Pass(Protocol):
+    """See the module's docstring for the order of calls."""
+
+    refs: Array  # [rows] u64 references of the rows to be written
+
+    def offsets(self, layer: int) -> Offsets:
+        """What to add to a reference's payload, by space, for one layer."""
+
+    def before_store(self, layer: int) -> None: ...
+
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> None:
+        """References of the selected rows, for the group whose full layer is `layer`. selected [rows, k] i32, plan [rows, k] u64."""
+
+    def before_attention(self, layer: int) -> None: ...
+
+    def after_attention(self, layer: int) -> None: ...
+
+    def finish(self) -> None:
+        """All layers are enqueued: the rows now belong to their sessions."""
+
+    def abandon(self) -> None:
+        """The pass failed between `begin` and `finish`: its rows are dropped and nothing it brought in is ever found."""
+
+
+class Tier(Protocol):
+    """Where the histories of sessions live. Slots are small numbers handed out by `open`."""
+
+    layout: RowLayout
+    rows_max: int  # rows a session may have
+
+    def open(self) -> int: ...
+
+    def close(self, slot: int) -> None: ...
+
+    def rows(self, slot: int) -> int: ...
+
+    def chunk_rows(self, slot: int, wanted: int) -> int:
+        """How many of `wanted` prompt rows the next pass may hold."""
+
+    def begin(self, rows: PassRows, prefill: bool) -> Pass: ...
+
+    def truncate(self, slot: int, rows: int) -> None: ...
+
+    def settle(self, slot: int) -> None:
+        """Waits until every row of the session has its permanent place."""
+
+    def check(self) -> None: ...
+
+    def free(self) -> None: ...

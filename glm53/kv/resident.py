@@ -1,0 +1,82 @@
+"""The resident tier: histories in device memory, extent by extent. The baseline that the host tier must equal bit for bit."""
+
+from __future__ import annotations
+
+from glm53.hip import Array, Device, Stream
+from glm53.kv.passes import PassRows, RowLayout
+from glm53.kv.store import RowStore
+from glm53.ops import hotcache
+from glm53.spec import DType, Offsets
+
+
+class ResidentTier:
+    """Rows of `sessions_max` sessions in extents of device memory. All work runs on `stream`."""
+
+    def __init__(self, device: Device, stream: Stream, layout: RowLayout, extent_rows: int, sessions_max: int, rows_max: int, pass_rows_max: int):
+        self.layout, self.rows_max, self.stream = layout, rows_max, stream
+        self.store = RowStore(device, stream, layout.extent_shape(extent_rows), sessions_max, rows_max, "history")
+        self.refs = Array.empty(device, DType.U64, (pass_rows_max,), category="workspace")
+
+    def open(self) -> int:
+        return self.store.open()
+
+    def close(self, slot: int) -> None:
+        self.store.release(slot)
+
+    def rows(self, slot: int) -> int:
+        return self.store.rows(slot)
+
+    def chunk_rows(self, slot: int, wanted: int) -> int:
+        return wanted
+
+    def begin(self, rows: PassRows, prefill: bool) -> ResidentPass:
+        for session, first, last in rows.runs:
+            self.store.reserve(session, int(rows.positions[first]) + last - first)
+        return ResidentPass(self, rows)
+
+    def truncate(self, slot: int, rows: int) -> None:
+        self.stream.synchronize()
+        self.store.truncate(slot, rows)
+
+    def settle(self, slot: int) -> None:
+        self.stream.synchronize()
+
+    def check(self) -> None:
+        self.store.check()
+
+    def free(self) -> None:
+        self.store.free()
+        self.refs.free()
+
+
+class ResidentPass:
+    """Rows go to their extents and are read from there; nothing moves."""
+
+    def __init__(self, tier: ResidentTier, rows: PassRows):
+        self.tier, self.rows = tier, rows
+        self.refs = tier.refs.slice(0, len(rows.positions))
+        store = tier.store
+        hotcache.place_extent(tier.stream, rows.device_sessions, rows.device_positions, store.tables, self.refs, store.shape)
+
+    def offsets(self, layer: int) -> Offsets:
+        return (0, layer * self.tier.store.shape.plane_bytes, 0, 0)
+
+    def before_store(self, layer: int) -> None:
+        pass
+
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> None:
+        store = self.tier.store
+        hotcache.plan_extent(self.tier.stream, selected, counts, store.tables, self.rows.device_sessions, plan, store.shape)
+
+    def before_attention(self, layer: int) -> None:
+        pass
+
+    def after_attention(self, layer: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        for session, first, last in self.rows.runs:
+            self.tier.store.advance(session, last - first)
+
+    def abandon(self) -> None:
+        pass  # rows that no history counts are overwritten by the next pass

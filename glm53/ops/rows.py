@@ -1,0 +1,268 @@
+"""History rows written, fetched and moved in bulk. Kernels: rows.hip. Row references and spaces: docs/decisions/0003-host-tier.md.
+
+Addresses are device addresses and may be those of registered host memory. Offsets and plane strides are taken mod 2^64: a negative one is a
+distance backwards. Everything is in multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glm53.hip import Array, Buffer, Device, Stream
+from glm53.ops.args import copy_planes_args, fetch_args, gather_plane_args, store_rows_args
+from glm53.ops.contract import ContractError, Cost, Dims, ceil_div, launch
+from glm53.spec import DType, Offsets, RowFormat
+
+if TYPE_CHECKING:
+    from glm53.ops.hotcache import FetchList
+
+ADDRESS_LIMIT = 1 << 64
+LIST_WORDS_LIMIT = 1 << 31  # 16-byte words of one fetch list
+BLOCKS_PER_UNIT = 2  # copy blocks a compute unit, each with 16 KiB in flight: a link's bandwidth times its latency is some 100 KiB
+
+# Activation type, row format: what has a kernel.
+FORMATS = {
+    (DType.F32, RowFormat.F32),
+    (DType.BF16, RowFormat.BF16),
+    (DType.F32, RowFormat.Q8G64),
+    (DType.BF16, RowFormat.Q8G64),
+}
+
+
+def format_variant(op: str, dtype: DType, row_format: RowFormat) -> str:
+    """Kernel name `op_T_format`. Raises ContractError naming the pairs that exist."""
+    if (dtype, row_format) not in FORMATS:
+        existing = ", ".join(sorted(f"{t.label}_{f.value}" for t, f in FORMATS))
+        raise ContractError(f"{op}: no variant {dtype.label}_{row_format.value}; existing: {existing}")
+    return f"{op}_{dtype.label}_{row_format.value}"
+
+
+def row_size(op: str, row_format: RowFormat, latent: int, rope: int) -> int:
+    """Bytes of a row. Raises ContractError where the format cannot hold these widths."""
+    try:
+        return row_format.row_bytes(latent, rope)
+    except ValueError as error:
+        raise ContractError(f"{op}: {error}") from None
+
+
+def space_offsets(op: str, offsets: Offsets) -> tuple[int, int, int, int]:
+    """The offsets mod 2^64 for an argument struct. Raises ContractError if one would break the alignment of rows."""
+    bad = [offset for offset in offsets if offset % 16 or not -ADDRESS_LIMIT < offset < ADDRESS_LIMIT]
+    if len(offsets) != 4 or bad:
+        raise ContractError(f"{op}: offsets are {offsets}, expected one of each of the 4 spaces, multiples of 16 below 2^64")
+    hot, extent, staging, linear = (offset % ADDRESS_LIMIT for offset in offsets)
+    return hot, extent, staging, linear
+
+
+def byte_size(memory: Array | Buffer) -> int:
+    return memory.nbytes if isinstance(memory, Array) else memory.byte_count
+
+
+def copy_blocks(device: Device, word_count: int, parts: int, words_per_block: int) -> int:
+    """Grid x of a copy of `word_count` 16-byte words in each of `parts` parts: enough for the work, at most BLOCKS_PER_UNIT a compute unit
+    over all parts."""
+    most = max(1, BLOCKS_PER_UNIT * device.properties.compute_units // parts)
+    return max(1, min(most, ceil_div(word_count, words_per_block)))
+
+
+def store_rows(
+    stream: Stream,
+    x: Array,
+    refs: Array,
+    *,
+    offsets: Offsets,
+    row_format: RowFormat,
+    latent: int,
+    rope: int | None = None,
+    error: Array | None = None,
+) -> None:
+    """Writes row r of x, [latent | rope], to the row reference refs[r] in `row_format`; a reference of 0 is skipped.
+
+    x [rows, columns] T, columns past latent + rope are ignored (rope None: all columns); refs [rows] u64, distinct; error [1] u32, needed by
+    q8g64 and unused by the others: set to the largest 1 + r whose row holds a value that is not finite, or a scale above 65,504 (a magnitude
+    from 65,520 * 127 on); it is never cleared here, and such a row's bytes are unspecified.
+    T and format: f32 and f32, bf16 and bf16, or either and q8g64. q8g64, per 64 latent values: scale = f16(amax / 127), one f16 step up
+    if a value would round past 127 (subnormal scales only); q = rint(x / scale), ties to even; rope as bf16. Raises ContractError.
+    """
+    d = Dims("store_rows")
+    d.match("x", x, "rows", "columns", dtype=(DType.F32, DType.BF16))
+    d.match("refs", refs, "rows", dtype=DType.U64)
+    name = format_variant("store_rows", x.dtype, row_format)
+    rope = d["columns"] - latent if rope is None else rope
+    d.require(latent >= 1 and rope >= 0, f"latent is {latent}, rope {rope}, expected at least 1 and 0")
+    d.require(latent + rope <= d["columns"], f"latent + rope is {latent + rope}, expected at most columns={d['columns']} (bound by x dim 1)")
+    quantised = row_format is RowFormat.Q8G64
+    if quantised:
+        d.require(error is not None, "error is None, expected a [1] u32 array: q8g64 reports values that are not finite there")
+    if error is not None:
+        d.match("error", error, 1, dtype=DType.U32)
+    args = store_rows_args(
+        x=x.address,
+        refs=refs.address,
+        error=error.address if quantised and error is not None else None,
+        x_stride=d["columns"],
+        latent=latent,
+        rope=rope,
+        row_bytes=row_size("store_rows", row_format, latent, rope),
+    )
+    args.offsets[:] = space_offsets("store_rows", offsets)
+    launch(stream, name, (d["rows"], 1, 1), args)
+
+
+def cost_store_rows(rows: int, width: int, item_bytes: int, row_bytes: int) -> Cost:
+    return Cost(bytes=rows * (width * item_bytes + row_bytes + 8), flops=0)
+
+
+def fetch(
+    stream: Stream,
+    fetch: FetchList,
+    round_starts: Array,
+    *,
+    planes: range,
+    staging: Array | Buffer | None,
+    staging_plane_first: int,
+    source_plane_bytes: int,
+    hot_plane_bytes: int,
+    staging_plane_bytes: int,
+    row_bytes: int,
+    k: int,
+    blocks: int | None = None,
+) -> None:
+    """Copies the rows of every round's fetch list, for each plane l of `planes`, in stream order before attention reads them.
+
+    fetch: sources, targets [at least rows * k] u64, counts [at least rounds] i32; list i starts at entry round_starts[i] * k. round_starts
+    [rounds + 1] i32. Source: sources[e] + l * source_plane_bytes (host extents, as the device sees them). Target: a hot reference plus
+    l * hot_plane_bytes, or a staging reference's payload plus staging + (l - staging_plane_first) * staging_plane_bytes.
+    staging: None if no entry points there. blocks: blocks a round and plane, None: from the compute units. Lists may be empty.
+    Raises ContractError.
+    """
+    d = Dims("fetch")
+    d.match("round_starts", round_starts, None, dtype=DType.I32)
+    rounds = round_starts.shape[0] - 1
+    d.match("counts", fetch.counts, None, dtype=DType.I32)
+    d.require(1 <= rounds <= fetch.counts.shape[0], f"round_starts has {rounds} rounds, expected 1 to {fetch.counts.shape[0]}, the size of counts")
+    d.match("sources", fetch.sources, "entries", dtype=DType.U64)
+    d.match("targets", fetch.targets, "entries", dtype=DType.U64)
+    d.require(1 <= k <= d["entries"], f"k is {k}, expected 1 to entries={d['entries']} (bound by sources dim 0)")
+    d.require(planes.step == 1 and len(planes) > 0 and planes.start >= 0, f"planes is {planes}, expected an ascending, non-empty range")
+    d.require(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}, expected a multiple of 16")
+    strides = (source_plane_bytes, hot_plane_bytes, staging_plane_bytes)
+    d.require(all(stride % 16 == 0 for stride in strides), f"plane strides are {strides}, expected multiples of 16")
+    words = row_bytes // 16
+    d.require(d["entries"] * words < LIST_WORDS_LIMIT, f"the lists hold {d['entries'] * row_bytes} bytes, expected below 2^35; next: fewer rows")
+    if staging is not None:
+        needed = (planes.stop - 1 - staging_plane_first) * staging_plane_bytes
+        d.require(0 <= staging_plane_first <= planes.start, f"staging_plane_first is {staging_plane_first}, expected 0 to {planes.start}")
+        d.require(needed < byte_size(staging), f"staging has {byte_size(staging)} bytes, its last plane starts at {needed}")
+    if blocks is None:
+        block_words = stream.device.kernel("fetch_rows").constants["words"]
+        blocks = copy_blocks(stream.device, d["entries"] // rounds * words, rounds * len(planes), block_words)
+    d.require(0 < blocks < 1 << 20, f"blocks is {blocks}, expected 1 to 2^20 - 1")
+    args = fetch_args(
+        sources=fetch.sources.address,
+        targets=fetch.targets.address,
+        counts=fetch.counts.address,
+        round_starts=round_starts.address,
+        staging=None if staging is None else staging.address,
+        source_plane_bytes=source_plane_bytes % ADDRESS_LIMIT,
+        hot_plane_bytes=hot_plane_bytes % ADDRESS_LIMIT,
+        staging_plane_bytes=staging_plane_bytes % ADDRESS_LIMIT,
+        k=k,
+        row_bytes=row_bytes,
+        plane_first=planes.start,
+        staging_plane_first=staging_plane_first,
+        blocks=blocks,
+    )
+    launch(stream, "fetch_rows", (blocks, rounds, len(planes)), args)
+
+
+def cost_fetch(rows: int, planes: int, row_bytes: int) -> Cost:
+    """Cost of `rows` listed rows; half of the row bytes cross the link."""
+    return Cost(bytes=planes * rows * (2 * row_bytes + 16), flops=0)
+
+
+def copy_planes(
+    stream: Stream,
+    source_address: int,
+    target_address: int,
+    *,
+    source_plane_bytes: int,
+    target_plane_bytes: int,
+    length_bytes: int,
+    planes: int,
+) -> None:
+    """target + l * target_plane_bytes = source + l * source_plane_bytes, length_bytes each, for every plane l < planes.
+
+    The copy-kernel form of a strided copy: device to host extents or back, at the speed of the link. All six numbers are multiples of 16
+    where they are bytes or addresses; the stretches must not overlap. length_bytes 0 or planes 0: nothing. Raises ContractError.
+    """
+    d = Dims("copy_planes")
+    d.require(length_bytes >= 0 and planes >= 0, f"length_bytes is {length_bytes}, planes {planes}, expected at least 0")
+    numbers = (source_address, target_address, source_plane_bytes, target_plane_bytes, length_bytes)
+    text = f"source {source_address:#x}, target {target_address:#x}, plane bytes {source_plane_bytes} and {target_plane_bytes}"
+    d.require(all(n % 16 == 0 for n in numbers), f"{text}, length {length_bytes}: expected multiples of 16")
+    if length_bytes == 0 or planes == 0:
+        return
+    block_words = stream.device.kernel("copy_planes").constants["words"]
+    blocks = copy_blocks(stream.device, length_bytes // 16, planes, block_words)
+    args = copy_planes_args(
+        source=source_address,
+        target=target_address,
+        source_plane_bytes=source_plane_bytes % ADDRESS_LIMIT,
+        target_plane_bytes=target_plane_bytes % ADDRESS_LIMIT,
+        length_bytes=length_bytes,
+        blocks=blocks,
+    )
+    launch(stream, "copy_planes", (blocks, planes, 1), args)
+
+
+def cost_copy_planes(length_bytes: int, planes: int) -> Cost:
+    return Cost(bytes=2 * length_bytes * planes, flops=0)
+
+
+def gather_plane(
+    stream: Stream,
+    table_row: Array | int,
+    target: Array | Buffer | int,
+    *,
+    plane_offset_bytes: int,
+    rows: int,
+    extent_rows: int,
+    row_bytes: int,
+) -> None:
+    """target[p] = row p of one plane of a session's extents, p < rows: one layer's history in a linear buffer.
+
+    table_row: [extents] u64 extent addresses (or [1, extents], or the address of such a row), those of the first rows present; row p lies at
+    table[p / extent_rows] + plane_offset_bytes + p % extent_rows * row_bytes, plane_offset_bytes = plane * extent_rows * row_bytes.
+    target: memory of at least rows * row_bytes bytes, or its address. rows 0: nothing. Raises ContractError.
+    """
+    d = Dims("gather_plane")
+    d.require(rows >= 0 and extent_rows > 0, f"rows is {rows}, extent_rows {extent_rows}, expected at least 0 and 1")
+    d.require(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}, expected a multiple of 16")
+    d.require(plane_offset_bytes % 16 == 0, f"plane_offset_bytes is {plane_offset_bytes}, expected a multiple of 16")
+    if rows == 0:
+        return
+    extents = ceil_div(rows, extent_rows)
+    if isinstance(table_row, Array):
+        d.match("table_row", table_row, *table_row.shape, dtype=DType.U64)
+        d.require(table_row.nbytes >= 8 * extents, f"table_row has {table_row.nbytes // 8} extents, {rows} rows need {extents}")
+    if not isinstance(target, int):
+        d.require(byte_size(target) >= rows * row_bytes, f"target has {byte_size(target)} bytes, {rows} rows need {rows * row_bytes}")
+    target_address = target if isinstance(target, int) else target.address
+    d.require(target_address % 16 == 0, f"target is at {target_address:#x}, expected a multiple of 16")
+    block_words = stream.device.kernel("gather_plane").constants["words"]
+    blocks = copy_blocks(stream.device, min(rows, extent_rows) * row_bytes // 16, extents, block_words)
+    args = gather_plane_args(
+        table=table_row.address if isinstance(table_row, Array) else table_row,
+        target=target_address,
+        plane_offset_bytes=plane_offset_bytes % ADDRESS_LIMIT,
+        rows=rows,
+        extent_rows=extent_rows,
+        row_bytes=row_bytes,
+        blocks=blocks,
+    )
+    launch(stream, "gather_plane", (blocks, extents, 1), args)
+
+
+def cost_gather_plane(rows: int, row_bytes: int) -> Cost:
+    return Cost(bytes=2 * rows * row_bytes, flops=0)

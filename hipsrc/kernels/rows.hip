@@ -1,0 +1,211 @@
+// rows.hip - history rows written, fetched and moved in bulk. All addresses and byte offsets are 64 bits wide.
+//   store_rows   x [rows, latent | rope] T -> rows in a row format (row_format.h), at row references
+//   fetch_rows   rows of the fetch lists, from host extents into hot slots or staging rows, for several planes
+//   copy_planes  one stretch of bytes of every plane: copy-back of a batch of rows, and what a fork shares
+//   gather_plane one plane of a session's extents into a linear buffer
+// q8g64, per group of 64 latent values: scale = f16(amax / 127), one f16 step up where a value would round past 127 with it; that happens among
+// the f16 subnormals alone (a scale that rounds to 0 included), since a normal f16 is within 2^-11 of amax / 127. q = rint(x / scale), ties to
+// even. All zeros: scale 0. A group that is not finite, or whose scale exceeds 65,504, is an error and is stored as zeros.
+// Copies keep four 16-byte loads a work-item in flight before the first store: the link's latency is what they wait for.
+#include "portable.h"
+#include "row_format.h"
+
+namespace history_rows {
+
+constexpr uint32_t STORE_THREADS = 64;
+constexpr uint32_t UNIT = 8;  // latent values a work-item quantises: 8 work-items a group
+constexpr uint32_t COPY_THREADS = 256;
+constexpr uint32_t FLIGHT = 4;  // loads in flight of a work-item
+constexpr uint32_t TILE = COPY_THREADS * FLIGHT;  // 16-byte words a block moves at once
+
+static_assert(Q8_GROUP % UNIT == 0 && Q8_GROUP / UNIT <= WAVE, "the work-items of a group share a wave");
+
+template <class T> DEVICE void store_plain(const store_rows_args& a, const T* x, uint8_t* row) {
+  uint32_t width = a.latent + a.rope;
+  if (((uint64_t)x & 15) == 0) {  // the target is aligned and a row is whole words
+    for (uint32_t i = thread_id(); i < a.row_bytes / 16; i += STORE_THREADS) ((words16*)row)[i] = ((const words16*)x)[i];
+  } else {
+    for (uint32_t i = thread_id(); i < width; i += STORE_THREADS) ((T*)row)[i] = x[i];
+  }
+}
+
+// Quantises the work-item's eight values v of a group whose largest magnitude has the bits `top`; false if the group cannot be stored.
+DEVICE bool quantise(const float* v, uint32_t top, uint64_t* values, uint16_t* scale_bits) {
+  float amax = float_of(top);
+  uint16_t bits = top < 0x7f800000u ? f32_to_f16(amax / 127.0f) : (uint16_t)0x7c00u;
+  if (top && bits < 0x7c00u && amax >= 127.5f * f16_to_f32(bits)) bits++;
+  *values = 0;
+  *scale_bits = 0;
+  if (bits >= 0x7c00u) return false;
+  if (top == 0) return true;
+  float scale = f16_to_f32(bits);
+  uint64_t packed = 0;
+  UNROLL
+  for (uint32_t i = 0; i < UNIT; i++) {
+    float q = min_f32(max_f32(rint_f32(v[i] / scale), -127.0f), 127.0f);
+    packed |= (uint64_t)(uint8_t)(int8_t)(int32_t)q << (8 * i);
+  }
+  *values = packed;
+  *scale_bits = bits;
+  return true;
+}
+
+template <class T> DEVICE void store_q8g64(const store_rows_args& a, const T* x, uint8_t* row) {
+  uint32_t t = thread_id();
+  bool good = true;
+  for (uint32_t first = 0; first < a.latent; first += STORE_THREADS * UNIT) {
+    uint32_t c = first + t * UNIT, top = 0;
+    bool inside = c < a.latent;
+    const T* from = x + (inside ? c : 0u);  // a load that needs no branch
+    float v[UNIT];
+    UNROLL
+    for (uint32_t i = 0; i < UNIT; i++) v[i] = load_f32(from + i);
+    UNROLL
+    for (uint32_t i = 0; i < UNIT; i++) {
+      uint32_t magnitude = bits_of(v[i]) & 0x7fffffffu;  // ordered as the values are, NaN above infinity
+      top = magnitude > top ? magnitude : top;
+    }
+    // A group lies inside or outside as a whole, so nothing outside reaches a group's maximum.
+    UNROLL
+    for (uint32_t m = Q8_GROUP / UNIT / 2; m; m >>= 1) {
+      uint32_t other = shuffle_xor(top, m);
+      top = other > top ? other : top;
+    }
+    if (!inside) continue;
+    uint64_t values;
+    uint16_t scale_bits;
+    if (!quantise(v, top, &values, &scale_bits)) good = false;
+    *(uint64_t*)(row + c) = values;
+    if (c % Q8_GROUP == 0) ((uint16_t*)(row + a.latent))[c / Q8_GROUP] = scale_bits;
+  }
+  bf16* tail = (bf16*)(row + q8_rope_offset(a.latent));
+  for (uint32_t i = t; i < a.rope; i += STORE_THREADS) {
+    bf16 v = f32_to_bf16(load_f32(x + a.latent + i));
+    if ((v.bits & 0x7f80u) == 0x7f80u) good = false;
+    tail[i] = v;
+  }
+  if (!good) global_max((uint32_t*)a.error, block_x() + 1u);
+}
+
+template <class T, bool QUANTISED> DEVICE void store_row(const store_rows_args& a) {
+  uint32_t r = block_x();
+  uint64_t ref = ((const uint64_t*)a.refs)[r];
+  if (ref == 0) return;
+  uint8_t* row = row_pointer<uint8_t>(ref, a.offsets, a.row_bytes);
+  const T* x = (const T*)a.x + (uint64_t)r * a.x_stride;
+  if (QUANTISED) store_q8g64<T>(a, x, row);
+  else store_plain<T>(a, x, row);
+}
+
+// 16 bytes into four registers and back: an array of words16 would be copied as memory, and clang would put it into LDS.
+DEVICE void load_words(const words16* from, uint32_t* to) {
+  UNROLL
+  for (uint32_t i = 0; i < 4; i++) to[i] = from->w[i];
+}
+DEVICE void store_words(words16* to, const uint32_t* from) {
+  UNROLL
+  for (uint32_t i = 0; i < 4; i++) to->w[i] = from[i];
+}
+
+// Copies words [0, count) of one stretch; the blocks take tiles in turn. Loads first, so that they overlap.
+DEVICE void copy_stretch(const words16* from, words16* to, uint64_t count, uint32_t blocks) {
+  for (uint64_t first = (uint64_t)block_x() * TILE + thread_id(); first < count; first += (uint64_t)blocks * TILE) {
+    uint32_t word[FLIGHT][4] = {};
+    UNROLL
+    for (uint32_t j = 0; j < FLIGHT; j++) {
+      if (first + j * COPY_THREADS < count) load_words(from + first + j * COPY_THREADS, word[j]);
+    }
+    UNROLL
+    for (uint32_t j = 0; j < FLIGHT; j++) {
+      if (first + j * COPY_THREADS < count) store_words(to + first + j * COPY_THREADS, word[j]);
+    }
+  }
+}
+
+// One fetch list, for one plane.
+struct FetchRound {
+  const uint64_t* sources;
+  const uint64_t* targets;
+  uint64_t source_offset, hot_offset, staging;
+  uint32_t words;   // 16-byte words a row
+  uint32_t total;   // of the list
+  uint32_t stride;  // words between two chunks of a block
+};
+
+// N chunks of 256 words from `first` on. No branch: clang sinks loads into one, behind the wait for the data of the row before. Work-items past
+// the end move the list's last word once more, to the same place.
+template <uint32_t N> DEVICE void fetch_words(const FetchRound& r, uint32_t first) {
+  uint32_t place[N], word[N][4];
+  uint64_t source[N], target[N];
+  UNROLL
+  for (uint32_t j = 0; j < N; j++) {
+    uint32_t i = first + j * r.stride + thread_id(), at = i < r.total ? i : r.total - 1u, entry = at / r.words;
+    place[j] = at - entry * r.words;
+    source[j] = r.sources[entry];
+    target[j] = r.targets[entry];
+  }
+  UNROLL
+  for (uint32_t j = 0; j < N; j++) load_words(pointer_from<const words16>(source[j] + r.source_offset, r.words * 16) + place[j], word[j]);
+  UNROLL
+  for (uint32_t j = 0; j < N; j++) {
+    uint64_t row = ref_payload(target[j]) + (ref_space(target[j]) ? r.staging : r.hot_offset);
+    store_words(pointer_from<words16>(row, r.words * 16) + place[j], word[j]);
+  }
+}
+
+}  // namespace history_rows
+
+// Grid: rows.
+// LAUNCH store_rows_f32_f32 block=64
+KERNEL(store_rows_f32_f32, store_rows_args, 64) { history_rows::store_row<float, false>(a); }
+// LAUNCH store_rows_bf16_bf16 block=64
+KERNEL(store_rows_bf16_bf16, store_rows_args, 64) { history_rows::store_row<bf16, false>(a); }
+// LAUNCH store_rows_f32_q8g64 block=64
+KERNEL(store_rows_f32_q8g64, store_rows_args, 64) { history_rows::store_row<float, true>(a); }
+// LAUNCH store_rows_bf16_q8g64 block=64
+KERNEL(store_rows_bf16_q8g64, store_rows_args, 64) { history_rows::store_row<bf16, true>(a); }
+
+// Grid: (args.blocks, rounds, planes). A round's rows form one sequence of 16-byte words, so that every work-item has work at any row size; the
+// blocks take 256 words in turn, so that a short list spreads over all of them. The wrapper keeps a list below 2^31 words.
+// LAUNCH fetch_rows block=256 words=256
+KERNEL(fetch_rows, fetch_args, 256) {
+  using namespace history_rows;
+  uint32_t round = block_y(), plane = a.plane_first + block_z();
+  int32_t listed = ((const int32_t*)a.counts)[round];
+  FetchRound r;
+  r.words = a.row_bytes / 16;
+  r.total = listed > 0 ? (uint32_t)listed * r.words : 0u;
+  r.stride = a.blocks * COPY_THREADS;
+  if (block_x() * COPY_THREADS >= r.total) return;
+  uint64_t list = (uint64_t)((const int32_t*)a.round_starts)[round] * a.k;
+  r.sources = (const uint64_t*)a.sources + list;
+  r.targets = (const uint64_t*)a.targets + list;
+  r.source_offset = plane * a.source_plane_bytes;
+  r.hot_offset = plane * a.hot_plane_bytes;
+  r.staging = (uint64_t)a.staging + (uint64_t)(plane - a.staging_plane_first) * a.staging_plane_bytes;
+  for (uint32_t first = block_x() * COPY_THREADS; first < r.total; first += FLIGHT * r.stride) {
+    uint32_t rest = (r.total - 1u - first) / r.stride;  // further chunks of this block
+    if (rest >= 3) fetch_words<4>(r, first);
+    else if (rest == 2) fetch_words<3>(r, first);
+    else if (rest == 1) fetch_words<2>(r, first);
+    else fetch_words<1>(r, first);
+  }
+}
+
+// Grid: (args.blocks, planes).
+// LAUNCH copy_planes block=256 words=1024
+KERNEL(copy_planes, copy_planes_args, 256) {
+  const words16* from = pointer_from<const words16>((uint64_t)a.source + block_y() * a.source_plane_bytes, a.length_bytes);
+  words16* to = pointer_from<words16>((uint64_t)a.target + block_y() * a.target_plane_bytes, a.length_bytes);
+  history_rows::copy_stretch(from, to, a.length_bytes / 16, a.blocks);
+}
+
+// Grid: (args.blocks, extents). The rows of one plane of an extent are one stretch.
+// LAUNCH gather_plane block=256 words=1024
+KERNEL(gather_plane, gather_plane_args, 256) {
+  uint32_t extent = block_y(), left = a.rows - extent * a.extent_rows;
+  uint64_t bytes = (uint64_t)(left < a.extent_rows ? left : a.extent_rows) * a.row_bytes;
+  uint64_t done = (uint64_t)extent * a.extent_rows * a.row_bytes;
+  const words16* from = pointer_from<const words16>(((const uint64_t*)a.table)[extent] + a.plane_offset_bytes, bytes);
+  history_rows::copy_stretch(from, pointer_from<words16>((uint64_t)a.target + done, bytes), bytes / 16, a.blocks);
+}
