@@ -309,7 +309,9 @@ class EngineConfig:
     extent_rows: int = _setting(256, "Rows of one history extent, a multiple of 64.", unit="rows")
     context_rows_max: int = _setting(0, "Longest history of a session, prompt and output; 0: the model's limit.", unit="tokens")
     sessions_max: int = _setting(1, "Sessions that may be open at once.", unit="sessions")
-    kv_tier: str = _setting("host", "Where histories live: host RAM behind a hot cache on the device, or resident on the device.", choices=("host", "resident"))
+    kv_tier: str = _setting(
+        "host", "Where histories live: host RAM behind a hot cache on the device, or resident on the device.", choices=("host", "resident")
+    )
     kv_format: str = _setting(
         "auto",
         "Format of history rows: auto is f32 with dtype f32, else q8g64 where the widths allow it, else bf16.",

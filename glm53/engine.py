@@ -138,9 +138,7 @@ class Engine:
         config = self.config
         layout = row_layout(self.spec, config.row_format(self.spec))
         if config.kv_tier == "resident":
-            return ResidentTier(
-                self.device, self._stream, layout, config.extent_rows, self.sessions_max, self.context_rows_max, pass_rows_max
-            )
+            return ResidentTier(self.device, self._stream, layout, config.extent_rows, self.sessions_max, self.context_rows_max, pass_rows_max)
         # More hot rows than a session can have would never be used.
         hot_rows = min(config.hot_rows, -(-self.context_rows_max // 64) * 64)
         sizes = HostTierConfig(
@@ -230,7 +228,9 @@ class Engine:
 
     def generate_logits(self, prompt_ids: Sequence[int], new_tokens: int, forced: Sequence[int] | None = None) -> tuple[list[int], np.ndarray]:
         """Greedy tokens and all their logits: (tokens, [new_tokens, vocab] f32). With `forced`, those tokens are fed instead of the greedy ones."""
-        self._check_ids(list(prompt_ids))
+        self._check_ids(_integers(prompt_ids))
+        if new_tokens < 1:
+            raise InputError(f"new_tokens: got {new_tokens}, wanted at least 1")
         logits = np.empty((new_tokens, self.spec.vocab_size), np.float32)
         tokens: list[int] = []
         with self.session() as session:

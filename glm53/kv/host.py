@@ -302,9 +302,7 @@ class HostTier:
             target = extent + batch.first % self.shape.extent_rows * row_bytes
             length = (batch.last - batch.first) * row_bytes
             if self.config.copy_back == "copy2d":
-                self.copy_stream.copy_2d(
-                    self.host_address(target), self.shape.plane_bytes, source, self.hot_plane_bytes, length, self.layout.planes
-                )
+                self.copy_stream.copy_2d(self.host_address(target), self.shape.plane_bytes, source, self.hot_plane_bytes, length, self.layout.planes)
             else:
                 rows.copy_planes(
                     self.copy_stream,

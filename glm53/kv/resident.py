@@ -5,6 +5,7 @@ from __future__ import annotations
 from glm53.hip import Array, Device, Stream
 from glm53.kv.passes import PassRows, RowLayout
 from glm53.kv.store import RowStore
+from glm53.mem.extents import ExtentPool
 from glm53.ops import hotcache
 from glm53.spec import DType, Offsets
 
@@ -16,6 +17,11 @@ class ResidentTier:
         self.layout, self.rows_max, self.stream = layout, rows_max, stream
         self.store = RowStore(device, stream, layout.extent_shape(extent_rows), sessions_max, rows_max, "history")
         self.refs = Array.empty(device, DType.U64, (pass_rows_max,), category="workspace")
+
+    @property
+    def pool(self) -> ExtentPool:
+        """Extents of all histories."""
+        return self.store.pool
 
     def open(self) -> int:
         return self.store.open()

@@ -68,9 +68,7 @@ def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
 class Forward:
     """Runs the main layers for a batch of rows, on one stream of one device."""
 
-    def __init__(
-        self, device: Device, stream: Stream, spec: ModelSpec, weights: Weights, dtype: DType, rows_max: int, tier: Tier, keys: RowStore
-    ):
+    def __init__(self, device: Device, stream: Stream, spec: ModelSpec, weights: Weights, dtype: DType, rows_max: int, tier: Tier, keys: RowStore):
         self.device, self.stream, self.spec, self.weights, self.dtype = device, stream, spec, weights, dtype
         self.tier, self.key_store = tier, keys
         self.row_error = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")

@@ -12,7 +12,7 @@ import ctypes
 import sys
 from ctypes import c_float, c_int32, c_uint32, c_uint64, c_void_p
 
-_C_NAME = {c_void_p: "void*", c_int32: "int32_t", c_uint32: "uint32_t", c_uint64: "uint64_t", c_float: "float"}
+_C_NAME: dict[type, str] = {c_void_p: "void*", c_int32: "int32_t", c_uint32: "uint32_t", c_uint64: "uint64_t", c_float: "float"}
 
 
 class Args(ctypes.Structure):
@@ -526,8 +526,9 @@ def structs() -> list[type[Args]]:
 
 
 def _declaration(field: str, ctype: type) -> str:
-    length = getattr(ctype, "_length_", None)
-    return f"{_C_NAME[ctype]} {field}" if length is None else f"{_C_NAME[ctype._type_]} {field}[{length}]"
+    if issubclass(ctype, ctypes.Array):
+        return f"{_C_NAME[ctype._type_]} {field}[{ctype._length_}]"
+    return f"{_C_NAME[ctype]} {field}"
 
 
 def header() -> str:

@@ -24,7 +24,7 @@ def stores_stay_sound(request: pytest.FixtureRequest) -> Iterator[None]:
     if "demo_engine" in request.fixturenames:
         engine: Engine = request.getfixturevalue("demo_engine")
         yield
-        for store in (engine.rows, engine.keys):
+        for store in (engine.tier, engine.keys):
             store.check()
             assert store.pool.free == store.pool.capacity, "a finished request kept extents"
     else:
@@ -134,7 +134,7 @@ def test_context_limit_ends_a_request(make_checkpoint: Callable[..., Path]) -> N
 def test_abandoned_stream_gives_its_memory_back(demo_engine: Engine) -> None:
     stream = demo_engine.stream(PROMPTS, GREEDY)
     next(stream)
-    assert demo_engine.rows.pool.free < demo_engine.rows.pool.capacity
+    assert demo_engine.tier.pool.free < demo_engine.tier.pool.capacity
     stream.close()
 
 
@@ -244,13 +244,13 @@ def test_not_enough_device_memory(demo_path: Path, spare_mib: int, category: str
 
 
 def test_history_that_does_not_fit_ends_the_request_only(demo_path: Path) -> None:
-    with Engine.open(demo_path, dtype="f32", context_rows_max=8192, extent_rows=1024) as engine:
+    with Engine.open(demo_path, dtype="f32", kv_tier="resident", context_rows_max=8192, extent_rows=1024) as engine:
         ballast = engine.device.alloc(engine.device.free_bytes() - (30 << 20), category="ballast")
         prompt = engine.encode("And it came to pass that ") * 300
         with pytest.raises(DeviceMemoryError, match="history"):
             engine.generate(prompt, GREEDY)
         ballast.free()
-        for store in (engine.rows, engine.keys):
+        for store in (engine.tier, engine.keys):
             store.check()
         assert len(engine.generate(PROMPTS[0], GREEDY).token_ids) == 12
 

@@ -104,7 +104,7 @@ def test_a_failing_call_ends_the_request_only(control: ctypes.CDLL, path: Path, 
                 control.glm53_cpu_fail(api.encode(), 0, 0)
             if survived:
                 assert api == "hipMalloc" and found == expected, f"{api} {nth} failed and nobody noticed"  # a smaller slab will do
-            for store in (engine.rows, engine.keys):
+            for store in (engine.tier, engine.keys):
                 store.check()
                 assert store.pool.free == store.pool.capacity, f"{api} {nth}: the failed request kept extents"
             assert engine.generate(PROMPTS, PARAMS) == expected, f"{api} {nth}: the next requests differ"

@@ -146,9 +146,7 @@ class Gpu:
         if result != "hipSuccess":
             raise HipFailure("hipModuleLaunchKernel", result)
 
-    def launch_code(
-        self, name: str, args: ctypes.Structure, grid: Any = 1, block: Any = None, stream: Any = None, extra: Any = None
-    ) -> str:
+    def launch_code(self, name: str, args: ctypes.Structure, grid: Any = 1, block: Any = None, stream: Any = None, extra: Any = None) -> str:
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
         block = block or (32 if name in ("add_one", "ticket") else 1)
         block = block if isinstance(block, tuple) else (block, 1, 1)

@@ -77,8 +77,7 @@ def test_copy_2d(gpu: Any) -> None:
     got = gpu.download(target, 160, np.uint8).reshape(5, 32)
     assert (got[:, :7] == source[:, 2:9]).all() and (got[:, 7:] == 0).all()
     assert (
-        gpu.code("hipMemcpy2DAsync", target, 6, source.ctypes.data, 20, 7, 5, kinds(gpu).hipMemcpyHostToDevice, None)
-        == "hipErrorInvalidPitchValue"
+        gpu.code("hipMemcpy2DAsync", target, 6, source.ctypes.data, 20, 7, 5, kinds(gpu).hipMemcpyHostToDevice, None) == "hipErrorInvalidPitchValue"
     )
 
 

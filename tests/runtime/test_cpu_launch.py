@@ -95,9 +95,7 @@ def test_function_of_another_device(gpu: Any) -> None:
     gpu.hipSetDevice(1)
     params = (ctypes.c_void_p * 1)(ctypes.addressof(WordsArgs()))
     stream = gpu.hipStreamCreate()
-    assert (
-        gpu.code("hipModuleLaunchKernel", function, 1, 1, 1, 32, 1, 1, 0, stream, ctypes.addressof(params), None) == "hipErrorInvalidHandle"
-    )
+    assert gpu.code("hipModuleLaunchKernel", function, 1, 1, 1, 32, 1, 1, 0, stream, ctypes.addressof(params), None) == "hipErrorInvalidHandle"
     assert "loaded on device 0" in gpu.message()
 
 
