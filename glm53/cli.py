@@ -143,19 +143,32 @@ def generate(model: Path, prompt: str | None, **options: Any) -> None:
     config = EngineConfig(**settings)
     SamplingParams(**{k: v for k, v in options.items() if v is not None})  # refuses bad values before a device is touched
     show = not quiet and not as_json
+    ids = prompt_token_ids(model, config, text, source)  # refuses a bad prompt before the weights are loaded
     with Engine.open(model, config, progress=LoadProgress() if show and sys.stderr is not None and sys.stderr.isatty() else None) as engine:
         params = replace(engine.default_params(), **{k: v for k, v in options.items() if v is not None})
+        report(engine, ids, params, as_json, show)
+
+
+def prompt_token_ids(model: Path, config: EngineConfig, text: str, source: dict[str, Any]) -> list[int]:
+    """Token ids of the prompt, checked against the model's vocabulary and context."""
+    from glm53.config import check_prompt, read_config
+    from glm53.tokenizer import Tokenizer
+
+    spec = read_config(model, latent_norm_eps=config.latent_norm_eps)
+    if source["prompt_ids"] is not None:
+        ids = parse_ids(source["prompt_ids"])
+    elif not (model / "tokenizer.json").exists():
+        raise InputError(f"{model} has no tokenizer.json: give the prompt with --prompt-ids")
+    else:
+        tokenizer = Tokenizer.open(model)
         if source["chat"]:
-            if engine.tokenizer is None:
-                raise InputError("--chat: this checkpoint has no tokenizer.json")
             messages = [{"role": "system", "content": source["system"]}] if source["system"] else []
             messages.append({"role": "user", "content": text})
-            ids = engine.tokenizer.encode_chat(messages, reasoning_effort=source["reasoning_effort"])
-        elif source["prompt_ids"] is not None:
-            ids = parse_ids(source["prompt_ids"])
+            ids = tokenizer.encode_chat(messages, reasoning_effort=source["reasoning_effort"])
         else:
-            ids = engine.encode(text)
-        report(engine, ids, params, as_json, show)
+            ids = tokenizer.encode(text)
+    check_prompt(ids, spec, config.context_rows_max)
+    return ids
 
 
 def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool, show: bool) -> None:
@@ -179,7 +192,7 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
             click.echo(chunk.text, nl=False)
     ended = time.perf_counter()
     prefill_s, decode_s = first - started, ended - first
-    memory = engine.memory()
+    cache = engine.cache_counters()
     rates = {"prompt_tokens_per_s": len(ids) / prefill_s, "decode_tokens_per_s": (len(tokens) - 1) / decode_s if len(tokens) > 1 else 0.0}
     if as_json:
         out: dict[str, Any] = {
@@ -192,7 +205,10 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
             **{name: round(value, 3) for name, value in rates.items()},
             "runtime": engine.device.runtime.name,
             "device": engine.device.name,
-            "memory_bytes": memory,
+            "memory_bytes": engine.memory(),
+            "kv_tier": engine.config.kv_tier,
+            "kv_format": engine.tier.layout.row_format.value,
+            "hot_cache": cache,
         }
         if params.logprobs is not None:
             out["logprobs"] = [{"token_id": t.token_id, "logprob": t.logprob, "top": t.top} for t in logprobs]
@@ -202,11 +218,27 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
     if show:
         click.echo(
             f"[{len(ids)} prompt tokens at {rates['prompt_tokens_per_s']:.1f}/s, {len(tokens)} new at {rates['decode_tokens_per_s']:.1f}/s, "
-            f"{reason}, seed {params.seed}; {engine.device.runtime.name}: {engine.device.name}; "
-            + ", ".join(f"{name} {short_bytes(value)}" for name, value in memory.items())
-            + "]",
+            f"{reason}, seed {params.seed}; {engine.device.runtime.name}: {engine.device.name}]",
             err=True,
         )
+        click.echo(f"[{history_line(engine, cache)}]", err=True)
+        click.echo("[memory: " + ", ".join(f"{name} {short_bytes(value)}" for name, value in engine.memory().items()) + "]", err=True)
+
+
+def history_line(engine: Engine, cache: dict[str, int]) -> str:
+    """Where the history lies and what the hot cache did."""
+    layout = engine.tier.layout
+    where = f"history {engine.config.kv_tier}, {layout.row_format.value} rows of {layout.row_bytes} B"
+    if not cache:
+        return where
+    found, fetched = cache["hits"] + cache["recent_hits"], cache["misses"] + cache["uncached"]
+    if not found + fetched:
+        return where + "; no row was looked up"
+    return (
+        f"{where}; hot cache: {100 * found / (found + fetched + cache['duplicate_misses']):.2f} % of rows found on the device "
+        f"({cache['recent_hits']} recent, {cache['hits']} hits, {cache['misses']} misses, {cache['evictions']} evictions), "
+        f"{short_bytes(cache['bytes_from_host'])} read from host RAM"
+    )
 
 
 def read_prompt(prompt: str | None, source: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -344,7 +344,7 @@ class EngineConfig:
         self._range("hot_rows", 65, 1 << 24)
         self._range("host_kv_gib", 0, 1 << 20)
         self._range("host_chunk_mib", 2, 1 << 20)
-        if self.dtype == "f32" and self.kv_format == "bf16" or self.dtype == "bf16" and self.kv_format == "f32":
+        if self.kv_format not in ("auto", "q8g64", self.dtype):
             raise InputError(f"kv_format is {self.kv_format}, expected auto, q8g64 or {self.dtype} with dtype {self.dtype}")
 
     def row_format(self, spec: ModelSpec) -> RowFormat:
@@ -375,3 +375,22 @@ class EngineConfig:
                 hint = f"did you mean {close[0]}?" if close else f"known settings: {', '.join(known)}"
                 raise InputError(f"unknown engine setting {name!r}; {hint}")
         return cls(**options)
+
+
+def check_prompt(ids: Sequence[int], spec: ModelSpec, context_rows_max: int, rows: int = 0) -> None:
+    """Raises InputError unless `ids` are token ids of the model that fit behind `rows` rows; a new prompt leaves room for one token.
+
+    context_rows_max: rows of a session, 0: the model's limit.
+    """
+    limit = min(context_rows_max or spec.max_position_embeddings, spec.max_position_embeddings)
+    if not ids:
+        raise InputError("prompt: it is empty, wanted at least one token")
+    bad = next((i for i in ids if not 0 <= i < spec.vocab_size), None)
+    if bad is not None:
+        raise InputError(f"prompt: token id {bad}, wanted ids in [0, {spec.vocab_size})")
+    room = limit - rows - (rows == 0)
+    if len(ids) > room:
+        raise InputError(
+            f"prompt: {len(ids)} tokens behind {rows}, wanted at most {room} (context_rows_max {limit}, the model's limit is "
+            f"{spec.max_position_embeddings}); shorten it or open the engine with more context"
+        )

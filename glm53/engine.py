@@ -23,7 +23,7 @@ from typing import cast
 import numpy as np
 
 from glm53.check import litmus
-from glm53.config import EngineConfig, GenerationDefaults, read_config, read_generation_config
+from glm53.config import EngineConfig, GenerationDefaults, check_prompt, read_config, read_generation_config
 from glm53.errors import Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
 from glm53.kv import HostTier, HostTierConfig, ResidentTier, RowStore
@@ -202,6 +202,15 @@ class Engine:
         """Allocated device bytes by category."""
         return self.device.allocated_bytes()
 
+    def cache_counters(self) -> dict[str, int]:
+        """What the hot caches did for the histories last opened in each slot: the counters of `ops.hotcache.Counter` and "bytes_from_host".
+
+        Empty for the resident tier. Waits for the device.
+        """
+        if not isinstance(self.tier, HostTier):
+            return {}
+        return self.tier.counter_totals()
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Completion | list[Completion]:
@@ -279,17 +288,7 @@ class Engine:
         return logits
 
     def _check_ids(self, ids: list[int], rows: int = 0) -> None:
-        if not ids:
-            raise InputError("prompt: it is empty, wanted at least one token")
-        bad = next((i for i in ids if not 0 <= i < self.spec.vocab_size), None)
-        if bad is not None:
-            raise InputError(f"prompt: token id {bad}, wanted ids in [0, {self.spec.vocab_size})")
-        if rows + len(ids) > self.context_rows_max - (rows == 0):
-            raise InputError(
-                f"prompt: {len(ids)} tokens behind {rows}, wanted at most {self.context_rows_max - 1 - rows} so that one can follow "
-                f"(context_rows_max {self.context_rows_max}, the model's limit is {self.spec.max_position_embeddings}); "
-                "shorten it or open the engine with more context"
-            )
+        check_prompt(ids, self.spec, self.context_rows_max, rows)
 
     def _check_open(self) -> None:
         if self.device.closed:

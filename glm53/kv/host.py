@@ -109,6 +109,8 @@ class HostTier:
         self.slot_tables = hotcache.SlotTables.make(
             device, config.sessions_max, len(layout.groups), config.rows_max, config.slots, category="slot maps"
         )
+        for slot in range(config.sessions_max):
+            self.slot_tables.reset(stream, slot)
         self.fetch_list = hotcache.FetchList.make(device, step_rows, config.topk, config.sessions_max, category="workspace")
         self.round_starts = make(device, DType.I32, (config.sessions_max + 1,), category="workspace")
         self.round_sessions = make(device, DType.I32, (config.sessions_max,), category="workspace")
@@ -204,6 +206,14 @@ class HostTier:
         """Counters of each open session: [groups, 8] u64, in the order of `hotcache.COUNTERS`. Waits for the device."""
         every = self.slot_tables.counters.numpy(self.stream)
         return {slot: every[slot] for slot in self.sessions}
+
+    def counter_totals(self) -> dict[str, int]:
+        """Sums over groups and over the sessions last opened in each slot, by counter name, and the bytes that misses brought from host memory."""
+        every = self.slot_tables.counters.numpy(self.stream).astype(np.int64)
+        totals = {counter.name.lower(): int(every[:, :, counter].sum()) for counter in hotcache.Counter}
+        planes = np.array([len(group) for group in self.layout.groups])
+        fetched = every[:, :, hotcache.Counter.MISSES] + every[:, :, hotcache.Counter.UNCACHED]
+        return totals | {"bytes_from_host": int((fetched * planes).sum()) * self.layout.row_bytes}
 
     # Used by the passes
 

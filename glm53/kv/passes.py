@@ -6,6 +6,7 @@ the rows are written to `refs`, on a full layer `plan`, then `before_attention`,
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,7 +55,7 @@ class PassRows:
     def runs(self) -> list[tuple[int, int, int]]:
         """(session, first row, last row + 1) of each session, in order."""
         bounds = [0, *(np.flatnonzero(np.diff(self.sessions)) + 1).tolist(), len(self.sessions)]
-        return [(int(self.sessions[a]), a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [(int(self.sessions[a]), a, b) for a, b in itertools.pairwise(bounds)]
 
 
 class Pass(Protocol):

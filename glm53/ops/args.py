@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import sys
 from ctypes import c_float, c_int32, c_uint32, c_uint64, c_void_p
+from typing import Any
 
-_C_NAME: dict[type, str] = {c_void_p: "void*", c_int32: "int32_t", c_uint32: "uint32_t", c_uint64: "uint64_t", c_float: "float"}
+_C_NAME: dict[Any, str] = {c_void_p: "void*", c_int32: "int32_t", c_uint32: "uint32_t", c_uint64: "uint64_t", c_float: "float"}
 
 
 class Args(ctypes.Structure):

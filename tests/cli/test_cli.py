@@ -28,8 +28,8 @@ def test_generate_prints_text_and_a_summary() -> None:
     done = glm53("generate", DEMO, "In the beginning", *GREEDY)
     assert done.returncode == 0, done.stderr.decode()
     assert len(done.stdout.decode().split()) > 3
-    summary = done.stderr.decode().strip().splitlines()[-1]
-    for part in ("prompt tokens", "new at", "length", "seed", "weights", "history", "MiB"):
+    summary = done.stderr.decode()
+    for part in ("prompt tokens", "new at", "length", "seed", "weights", "history host, q8g64 rows of 656 B", "found on the device", "MiB"):
         assert part in summary, summary
 
 
@@ -42,6 +42,18 @@ def test_generate_json_from_file_and_stdin_agree(tmp_path: Path) -> None:
     assert a["text"] == b["text"] and a["token_ids"] == b["token_ids"] and a["completion_tokens"] == 8
     assert a["memory_bytes"]["weights"] > 20 << 20 and a["runtime"] == "cpu"
     assert len(a["logprobs"]) == 8 and len(a["logprobs"][0]["top"]) == 2
+
+
+def test_both_tiers_give_equal_output_and_their_memory() -> None:
+    found = {}
+    for tier in ("host", "resident"):
+        done = glm53("generate", DEMO, "word " * 300, "--json", "--logprobs", "5", "--kv-tier", tier, "--hot-rows", "300", *GREEDY)
+        assert done.returncode == 0, done.stderr.decode()
+        found[tier] = json.loads(done.stdout)
+    for key in ("text", "token_ids", "logprobs"):
+        assert found["host"][key] == found["resident"][key]
+    assert found["host"]["hot_cache"]["hits"] + found["host"]["hot_cache"]["misses"] > 0 and found["resident"]["hot_cache"] == {}
+    assert "history" in found["resident"]["memory_bytes"] and "history" not in found["host"]["memory_bytes"]
 
 
 def test_chat(tmp_path: Path) -> None:
