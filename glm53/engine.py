@@ -15,7 +15,9 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -24,10 +26,11 @@ import numpy as np
 
 from glm53.check import litmus
 from glm53.config import EngineConfig, GenerationDefaults, check_prompt, read_config, read_generation_config
-from glm53.errors import Glm53Error, InputError, LifetimeError
+from glm53.errors import DeviceLost, Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
 from glm53.kv import HostTier, HostTierConfig, ResidentTier, RowStore
 from glm53.mem.extents import ExtentShape
+from glm53.mem.ledger import Ledger, device_place
 from glm53.model.checkpoint import Checkpoint
 from glm53.model.forward import Forward, RowClass, Rows, row_layout
 from glm53.model.sampler import Drawn, Sampler
@@ -101,7 +104,9 @@ class Engine:
         weights: Weights,
         tokenizer: Tokenizer | None,
         progress: Progress | None = None,
+        ledger: Ledger | None = None,
     ):
+        self.ledger = Ledger() if ledger is None else ledger  # of what this engine allocates
         self.config, self.spec, self.device, self.weights, self.tokenizer = config, spec, device, weights, tokenizer
         self.defaults = GenerationDefaults()
         self.dtype = DType.F32 if config.dtype == "f32" else DType.BF16
@@ -172,11 +177,12 @@ class Engine:
         checkpoint = Checkpoint.open(path)
         tokenizer = Tokenizer.open(path) if (Path(path) / "tokenizer.json").exists() else None
         runtime.select(None if config.runtime == "auto" else config.runtime)
-        device = Device(config.device_index)
+        ledger = Ledger()
+        device = Device(config.device_index, watch=partial(ledger.count, device_place(config.device_index)))
         try:
             dtype = DType.F32 if config.dtype == "f32" else DType.BF16
             weights = load_weights(checkpoint, spec, device, dtype, progress=progress, check=config.check_weights)
-            engine = cls(config, spec, device, weights, tokenizer, progress)
+            engine = cls(config, spec, device, weights, tokenizer, progress, ledger)
         except BaseException:
             device.close(free_buffers=True)
             raise
@@ -184,8 +190,14 @@ class Engine:
         return engine
 
     def close(self) -> None:
-        """Waits for the device and gives all its memory back. Idempotent."""
-        if not self.device.closed:
+        """Waits for the device and gives all its memory and the page-locked memory of the host back. Idempotent."""
+        if self.device.closed:
+            return
+        try:
+            self.tier.free()
+        except DeviceLost:
+            pass  # nothing on a lost device can be given back; the process's end does it
+        finally:
             self.device.close(free_buffers=True)
 
     def __enter__(self) -> Engine:
@@ -199,8 +211,12 @@ class Engine:
         return SamplingParams(**{name: value for name, value in asdict(self.defaults).items() if value is not None})
 
     def memory(self) -> dict[str, int]:
-        """Allocated device bytes by category."""
+        """Allocated bytes by category, those in host memory as `host: <category>`."""
         return self.device.allocated_bytes()
+
+    def memory_by_place(self) -> dict[str, dict[str, int]]:
+        """Allocated bytes by place ("device 0", "host") and category. `ledger.peak(place)` is the most that a place held at once."""
+        return self.ledger.by_place()
 
     def cache_counters(self) -> dict[str, int]:
         """What the hot caches did for the histories last opened in each slot: the counters of `ops.hotcache.Counter` and "bytes_from_host".
@@ -295,20 +311,34 @@ class Engine:
             raise LifetimeError("the engine is used after close(); next: open it again")
 
     def _open_session(self) -> int:
+        """A slot of tier and keys. Raises with nothing opened."""
         slot = self.tier.open()
-        same = self.keys.open()
-        assert slot == same
-        return slot
+        try:
+            return self.keys.open(slot)
+        except BaseException:
+            self.tier.close(slot)
+            raise
 
     def _close_sessions(self, slots: Sequence[int]) -> None:
-        """Gives the sessions' memory back, also when the device refuses to be waited for."""
-        try:
-            if slots and not self.device.closed:
-                self._stream.synchronize()  # no kernel may still read rows that the next session overwrites
-        finally:
+        """Gives the sessions' memory back, of every one, also when the device refuses to be waited for. After `close` nothing is left to do."""
+        if self.device.closed:
+            return
+        with ExitStack() as steps:  # each has its turn, the last one first
             for slot in slots:
-                self.keys.release(slot)
-                self.tier.close(slot)
+                steps.callback(self.tier.close, slot)
+                steps.callback(self.keys.release, slot)
+
+    @contextmanager
+    def _all_or_nothing(self, slot: int) -> Iterator[None]:
+        """Whatever raises inside, the session has the rows that it had before."""
+        rows = self.tier.rows(slot)
+        try:
+            yield
+        except BaseException:
+            if self.tier.rows(slot) > rows:
+                self.tier.drop(slot, rows)
+                self.keys.truncate(slot, rows)
+            raise
 
     def _pass(self, work: list[tuple[int, list[int]]], kind: RowClass, logits: Array) -> None:
         """Computes the next rows of some sessions: (slot, tokens) each. Logits of the last len(logits) rows."""
@@ -436,31 +466,33 @@ class Session:
         return self._engine.tier.rows(self.slot)
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends prompt rows; logits [vocab] f32 after the last one."""
+        """Appends prompt rows; logits [vocab] f32 after the last one. If it raises, no row was appended."""
         engine, every = self._engine, _integers(ids)
         engine._check_ids(every, self.rows)
-        with engine._turn:
+        with engine._turn, engine._all_or_nothing(self.slot):
             engine._prefill(self.slot, every, engine.logits.slice(0, 1))
             return engine._read_logits(1)[0]
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends 1 to `Engine.step_rows_max` step rows, as decode or verification does; logits [len(ids), vocab] f32."""
+        """Appends 1 to `Engine.step_rows_max` step rows, as decode or verification does; logits [len(ids), vocab] f32. If it raises, no
+        row was appended."""
         engine, every = self._engine, _integers(ids)
         engine._check_ids(every, self.rows)
         if len(every) > engine.step_rows_max:
             raise InputError(f"step: got {len(every)} tokens, wanted at most {engine.step_rows_max}; use prefill for more")
-        with engine._turn:
+        with engine._turn, engine._all_or_nothing(self.slot):
             engine._pass([(self.slot, every)], RowClass.STEP, engine.logits.slice(0, len(every)))
             return engine._read_logits(len(every))
 
     def truncate(self, rows: int) -> None:
-        """Keeps the first `rows` rows. Raises InputError outside [0, rows]."""
+        """Keeps the first `rows` rows. Raises InputError outside [0, rows]; has taken place also where it raises a HipError."""
         if not 0 <= rows <= self.rows:
             raise InputError(f"truncate: got {rows}, wanted 0 to {self.rows}, the rows of this session")
         with self._engine._turn:
-            self._engine._stream.synchronize()
-            self._engine.tier.truncate(self.slot, rows)
-            self._engine.keys.truncate(self.slot, rows)
+            try:
+                self._engine.tier.truncate(self.slot, rows)
+            finally:
+                self._engine.keys.truncate(self.slot, rows)
 
     def close(self) -> None:
         """Gives the history back. Idempotent."""

@@ -30,7 +30,7 @@ LAYERS = {
     "glm53.inspect": {"model", "config", "files", "spec", "errors"},
     "glm53.check": {"ops", "hip", "spec", "errors", "mem", "sampling"},
     "glm53.engine": {"model", "kv", "hip", "mem", "sched", "config", "sampling", "spec", "errors", "tokenizer", "check"},
-    "glm53.cli": {"engine", "inspect", "check", "hip", "config", "sampling", "errors"},
+    "glm53.cli": {"engine", "inspect", "check", "hip", "config", "sampling", "tokenizer", "files", "errors"},
 }
 ENVIRONMENT = {"GLM53_RUNTIME", "GLM53_ARCHS"}
 

@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from glm53.check.case import Bench, Case, draw
-from glm53.check.cases_selection import SPACE_OFFSETS
+from glm53.check.case import Bench, Case, draw, round_to
+from glm53.check.cases_selection import SPACE_OFFSETS, place_rows
 from glm53.check.compare import Comparison, Mismatch, compare, worst_of
-from glm53.check.reference_rows import oracle_bytes, row_bits
+from glm53.check.reference_rows import oracle_bytes, row_bits, row_values
 from glm53.hip import Array, Device
 from glm53.ops import rows as ops
 from glm53.ops.hotcache import FetchList
@@ -284,6 +284,51 @@ def run_gather(rows: int, extent_rows: int, row_bytes: int, plane_offset: int, d
         return compare("target", bench.read(target), want)
 
 
+# Planned rows
+
+
+def planned(bench: Bench, raw: np.ndarray, rows: int, plan_k: int) -> tuple[Array, np.ndarray]:
+    """A plan [rows, plan_k] over rows [n, row_bytes] u8 that lie in all four spaces, and the row of each entry, -1 for references of 0."""
+    rng = np.random.default_rng(len(raw))
+    refs, chosen = place_rows(bench, raw), rng.integers(0, len(raw), (rows, plan_k))
+    plan = refs[rng.integers(0, len(Space), chosen.shape), chosen]
+    nothing = rng.random(chosen.shape) < 0.1
+    plan[nothing], chosen[nothing] = 0, -1
+    return bench.put(plan), chosen
+
+
+def run_read(latent: int, rope: int, row_format: RowFormat, dtype: DType, rows: int, k: int, indexed: bool, device: Device) -> Comparison:
+    """Values and bytes of planned rows: through an index with repeats or one to one; a reference of 0 gives zeros."""
+    raw, _ = row_bits(draw(latent, (40, latent + rope), DType.BF16, 3.0), latent, row_format)
+    plan_k = k + 3 if indexed else k
+    index = np.random.default_rng(k).integers(0, plan_k, (rows, k)).astype(np.int32)
+    with Bench(device) as bench:
+        plan, chosen = planned(bench, raw, rows, plan_k)
+        place = np.take_along_axis(chosen, index, axis=1) if indexed else chosen
+        device_index = bench.put(index) if indexed else None
+        values, data = bench.poison(dtype, (rows, k, latent + rope)), bench.poison(DType.U8, (rows, k, raw.shape[1]))
+        ops.read_rows(bench.stream, plan, device_index, values, offsets=SPACE_OFFSETS, row_format=row_format, latent=latent)
+        ops.copy_rows(bench.stream, plan, device_index, data, offsets=SPACE_OFFSETS)
+        there = (place >= 0)[:, :, None]
+        want = np.where(there, round_to(row_values(raw, latent, row_format), dtype)[place], np.float32(0))
+        return worst_of(compare("values", bench.read(values), want), compare("bytes", bench.read(data), np.where(there, raw[place], np.uint8(0))))
+
+
+def run_store_column(device: Device) -> Comparison:
+    """Rows that are a middle part of wider rows, with and without the alignment of whole words."""
+    latent, rope, results = 64, 16, []
+    x = draw(5, (6, 3 * (latent + rope) + 1))
+    with Bench(device) as bench:
+        source = bench.put(x)
+        for column in (0, latent + rope, 2 * (latent + rope) + 1):
+            memory = bench.poison(DType.U8, (6, 4 * (latent + rope)))
+            refs = bench.put(np.array([memory.address + r * memory.shape[1] for r in range(6)], U64))
+            ops.store_rows(bench.stream, source, refs, offsets=(0, 0, 0, 0), row_format=RowFormat.F32, latent=latent, rope=rope, column=column)
+            want, _ = row_bits(x[:, column : column + latent + rope], latent, RowFormat.F32)
+            results.append(compare(f"column {column}", bench.read(memory), want))
+    return worst_of(*results)
+
+
 # The whole way
 
 
@@ -392,6 +437,11 @@ _VARIANTS = (
     (DType.BF16, RowFormat.Q8G64, _Q8_SHAPES),
 )
 _ROW_BYTES = (656, 1152, 2304)
+_READ_SHAPES = {
+    RowFormat.F32: ((512, 64), (8, 0), (40, 16), (64, 4)),
+    RowFormat.BF16: ((512, 64), (8, 0), (40, 16), (64, 8)),
+    RowFormat.Q8G64: ((512, 64), (64, 23), (256, 12), (320, 59)),
+}
 
 
 def _case(name: str, run: Callable[[Device], Comparison]) -> Case:
@@ -419,5 +469,12 @@ CASES = [
     _case("gather-plane-whole", partial(run_gather, 192, 64, 1152, 5 << 31)),
     _case("gather-plane-within-one", partial(run_gather, 3, 128, 2304, -(9 << 32) - 48)),
     _case("gather-plane-many", partial(run_gather, 64 * 20 + 1, 64, 48, 3 << 31)),
+    *(
+        _case(f"read-{row_format.value}-{dtype.label}-{latent}-{rope}-{k}", partial(run_read, latent, rope, row_format, dtype, rows, k, indexed))
+        for row_format, shapes in _READ_SHAPES.items()
+        for dtype in (DType.F32, DType.BF16)
+        for (latent, rope), (rows, k, indexed) in zip(shapes, ((3, 70, True), (1, 1, False), (2, 5, True), (5, 33, False)), strict=True)
+    ),
+    _case("store-column", run_store_column),
     *(_case(f"round-trip-{size}", partial(run_round_trip, size)) for size in _ROW_BYTES),
 ]

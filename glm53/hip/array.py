@@ -188,8 +188,7 @@ class Array:
         if raw.nbytes == 0:
             return raw
         if stream is not None:
-            stream.copy(raw.ctypes.data, self.address, raw.nbytes)
-            stream.synchronize()
+            stream.download(raw, self.address)
             return raw
         self.device.synchronize()
         with self.device.current():

@@ -39,7 +39,7 @@ class Buffer:
         self._owned = owned
         self._freed = False
         if owned:
-            device.live[id(self)] = self
+            device.hold(self)
 
     @classmethod
     def adopt(cls, device: Device, address: int, byte_count: int, category: str = "adopted") -> Buffer:
@@ -57,7 +57,7 @@ class Buffer:
         self._freed = True
         if not self._owned:
             return
-        del self.device.live[id(self)]
+        self.device.drop(self)
         with self.device.current():
             calls.free(self.address)
 
@@ -90,7 +90,7 @@ class HostBuffer:
         self._registered = registered
         self._freed = False
         self.device_address = calls.host_device_pointer(host_address)
-        device.live[id(self)] = self
+        device.hold(self)
 
     @classmethod
     def allocate(cls, device: Device, byte_count: int, coherent: bool, category: str) -> HostBuffer:
@@ -99,7 +99,11 @@ class HostBuffer:
         with device.current():
             address = calls.host_malloc(byte_count, flags)
             array = np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(address))
-            return cls(device, array, address, category, registered=False)
+            try:
+                return cls(device, array, address, category, registered=False)
+            except BaseException:
+                calls.host_free(address)
+                raise
 
     @classmethod
     def register(cls, device: Device, array: np.ndarray, coherent: bool, category: str) -> HostBuffer:
@@ -125,7 +129,7 @@ class HostBuffer:
         if self._freed:
             raise LifetimeError(f"host buffer {self.category!r} at {self.host_address:#x} ({self.byte_count} B) is freed twice")
         self._freed = True
-        del self.device.live[id(self)]
+        self.device.drop(self)
         with self.device.current():
             (calls.host_unregister if self._registered else calls.host_free)(self.host_address)
         # Only now: the reference kept registered pages from being unmapped before they are unlocked.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +16,8 @@ from glm53.hip import calls, literals, runtime
 from glm53.hip.buffer import Buffer, HostBuffer, MemoryKind
 from glm53.hip.module import Kernel, Module
 from glm53.hip.stream import Event, Stream
+
+Watch = Callable[[bool, str, int], None]  # (in host memory, category, bytes): allocated where positive, given back where negative
 
 
 def list_devices() -> list[dict[str, Any]]:
@@ -41,12 +43,13 @@ class Device:
     """Device `index` of the selected runtime (selected by default rules if nothing was).
 
     index, name, arch ("gfx1100", "sm_90", "host"), total_bytes, properties, runtime (RuntimeInfo); `live` holds the buffers not yet
-    freed. Objects of one Device may be used from several threads, each stream by one at a time. Several Device objects of one index are
-    independent.
+    freed; `watch` is told of every allocation and its end, in whatever thread that happens. Objects of one Device may be used from several
+    threads, each stream by one at a time. Several Device objects of one index are independent.
     """
 
-    def __init__(self, index: int = 0):
+    def __init__(self, index: int = 0, watch: Watch | None = None):
         self.runtime = runtime.select()
+        self._watch = watch
         if not 0 <= index < self.runtime.device_count:
             count = self.runtime.device_count
             raise InputError(f"device {index} does not exist: the {self.runtime.name} runtime has {count} device(s), numbered from 0")
@@ -125,6 +128,18 @@ class Device:
         """Page-locks the memory of a contiguous array, in place. The array must outlive the HostBuffer, which keeps a reference."""
         return HostBuffer.register(self, array, coherent, category)
 
+    def hold(self, buffer: Buffer | HostBuffer) -> None:
+        """Called by a buffer when its memory has been allocated."""
+        self.live[id(buffer)] = buffer
+        if self._watch is not None:
+            self._watch(isinstance(buffer, HostBuffer), buffer.category or "uncategorised", buffer.byte_count)
+
+    def drop(self, buffer: Buffer | HostBuffer) -> None:
+        """Called by a buffer when its memory is given back."""
+        del self.live[id(buffer)]
+        if self._watch is not None:
+            self._watch(isinstance(buffer, HostBuffer), buffer.category or "uncategorised", -buffer.byte_count)
+
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes of buffers not yet freed, by category; host buffers as `host: <category>`."""
         total: Counter[str] = Counter()
@@ -195,15 +210,16 @@ class Device:
             raise LifetimeError(f"device {self.index} is closed with live buffers: {self.live_text()}; next: free them, or close(free_buffers=True)")
         self.closed = True
         try:
-            for stream in list(self._streams):
-                stream.close()
-            for event in list(self.events):
-                event.close()
-            for buffer in list(self.live.values()):
-                buffer.free()
-            if self._module is not None:
-                module, self._module = self._module, None
-                module.close()
+            with ExitStack() as stack:  # each has its turn, last entered first, whatever another one raises
+                if self._module is not None:
+                    module, self._module = self._module, None
+                    stack.callback(module.close)
+                for buffer in reversed(list(self.live.values())):
+                    stack.callback(buffer.free)
+                for event in list(self.events):
+                    stack.callback(event.close)
+                for stream in reversed(list(self._streams)):
+                    stack.callback(stream.close)
         except DeviceLost:
             # Nothing on a lost device can be given back; the process's end does it.
             self.live.clear()

@@ -68,8 +68,19 @@ class Stream:
         self.device = device
         self.capturing: Capture | None = None
         self._kept: deque[tuple[Event, object]] = deque()
+        self._unmarked: list[object] = []  # memory of copies whose end no event tells: kept until the stream is known to be empty
+        self._owned = True
         with device.current():
             self._handle: Any = calls.stream_create()
+
+    @classmethod
+    def adopt(cls, device: Device, handle: int) -> Stream:
+        """A stream of `device` that the caller owns and keeps alive: hipStream_t (cudaStream_t, CUstream) as a number, 0 the null stream.
+        `close()` ends the use and neither waits nor destroys."""
+        stream = cls.__new__(cls)
+        stream.device, stream.capturing, stream._kept, stream._owned, stream._handle = device, None, deque(), False, handle
+        stream._unmarked = []
+        return stream
 
     @property
     def handle(self) -> Any:
@@ -86,6 +97,7 @@ class Stream:
     def synchronize(self) -> None:
         """Waits on the host until all work enqueued so far has finished."""
         calls.stream_synchronize(self.handle)
+        self._unmarked.clear()
         while self._kept and self._kept[0][0].query():
             self._kept.popleft()[0].close()
 
@@ -126,12 +138,23 @@ class Stream:
         """
         if self.capturing is not None:
             raise LifetimeError("upload during a capture: the array would be read at each replay; next: upload before the capture")
-        self.copy(target_address, source.ctypes.data, source.nbytes)
         done = Event(self.device)
-        done.record(self)
-        while self._kept and self._kept[0][0].query():
+        try:
+            self.copy(target_address, source.ctypes.data, source.nbytes)
+            self._unmarked.append(source)
+            done.record(self)
+        except BaseException:
+            done.close()
+            raise
+        self._kept.append((done, self._unmarked.pop()))
+        while self._kept[0][0] is not done and self._kept[0][0].query():
             self._kept.popleft()[0].close()
-        self._kept.append((done, source))
+
+    def download(self, target: np.ndarray, source_address: int) -> None:
+        """Fills a contiguous array from device memory and waits for it. If the wait fails, the array is kept alive as long as the copy may run."""
+        self._unmarked.append(target)
+        self.copy(target.ctypes.data, source_address, target.nbytes)
+        self.synchronize()
 
     def capture(self) -> Capture:
         """`with stream.capture() as capture: ...launches...` records instead of running; then `capture.graph`."""
@@ -140,11 +163,16 @@ class Stream:
         return Capture(self)
 
     def close(self) -> None:
-        """Waits for the stream's work and destroys it."""
+        """Waits for the stream's work and destroys it, also where the wait is refused; an adopted stream is only let go."""
         if self._handle is None:
             return
-        self.synchronize()
-        handle, self._handle = self._handle, None
-        with self.device.current():
-            calls.stream_destroy(handle)
-        self.device.forget_stream(self)
+        if not self._owned:
+            self._handle = None
+            return
+        try:
+            self.synchronize()
+        finally:
+            handle, self._handle = self._handle, None
+            self.device.forget_stream(self)
+            with self.device.current():
+                calls.stream_destroy(handle)

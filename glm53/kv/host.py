@@ -5,27 +5,35 @@ inside a pass is in `host_passes`. The rules are those of docs/decisions/0003-ho
 
 Invariants: rows before a session's boundary are in its extents in stream order; a ring slot is overwritten only when its row is there too; tables
 change only on `stream`.
+
+Failures. The host's record of a session (its history, its round, where its rows were) changes only by whole passes. A call that fails half way
+has left work on the streams and tables that nobody can tell: it sets the rows back to what they were before the call (`drop`), which touches no
+device, and marks the session. Before its next use the streams are drained and what the device knows of it is built again from the record
+(`_restore`); that can fail and be tried again like any other call. So a call that raises has added no rows, and a truncate that raises has been
+made. Other sessions lose nothing: they wait for the drain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from glm53.errors import InputError
+from glm53.errors import HipError, InputError
 from glm53.hip import Array, Buffer, Device, Event, Stream
+from glm53.kv.extents import HostExtents
 from glm53.kv.host_passes import FullPass, StepPass, StreamPass
 from glm53.kv.passes import Pass, PassRows, RowLayout
-from glm53.kv.slabs import Slab, free_slabs, make_slabs
 from glm53.mem.extents import ExtentPool
-from glm53.mem.history import CopyBatch, History, OutOfExtents
+from glm53.mem.history import CopyBatch, History, Rollback
 from glm53.ops import hotcache, rows
 from glm53.spec import DType
 
 COPY_BATCH_ROWS = 64
 ROUND_TAG_MAX = 2**32 - 1
+LINEAR_STEP_ROWS = 4096  # linear buffers grow by multiples of it
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,22 @@ class Session:
     round: int = 1
     seed_slot: int = 0  # cache slot that the next prompt row seeds
     copies: list[tuple[CopyBatch, Event]] = field(default_factory=list)  # enqueued, oldest first
+    # A call failed half way: see the module's docstring.
+    unsure: bool = False  # the device may know other things than this record
+    cold: bool = False  # what the cache slots hold is not what their tables say
+    kept_rows: int | None = None  # rows that stay; those behind them are of the failed call
+    rollback: Rollback | None = None  # of a truncate that failed while it waited
+
+    @property
+    def rows(self) -> int:
+        return self.history.rows if self.kept_rows is None else self.kept_rows
 
 
 class HostTier:
-    """Histories of up to `sessions_max` sessions in host RAM. All work is ordered on `stream`; copies run on a stream of their own."""
+    """Histories of up to `sessions_max` sessions in host RAM. All work is ordered on `stream`; copies run on a stream of their own.
+
+    Raises DeviceMemoryError or HipError with nothing left allocated.
+    """
 
     def __init__(
         self,
@@ -94,61 +114,88 @@ class HostTier:
         self.device, self.stream, self.layout, self.config = device, stream, layout, config
         self.rows_max = config.rows_max
         self.shape = layout.extent_shape(config.extent_rows)
-        self.pool = ExtentPool(self.shape)
-        self.slabs: list[Slab] = []
         self.sessions: dict[int, Session] = {}
         self._free_slots = list(range(config.sessions_max - 1, -1, -1))
-        self.copy_stream, self.side_stream = device.stream(), device.stream()
+        self._undrained = False  # a failed call may have left work on a stream that no other stream waits for
         self.hot_plane_bytes = config.hot_rows * layout.row_bytes
         self.group_planes_max = max(len(group) for group in layout.groups)
-        step_rows = config.step_rows_max
-        extents = self.shape.extents_for(config.rows_max)
-        make = Array.empty
-        self.tables = make(device, DType.U64, (config.sessions_max, extents), category="tables")
-        self.states = make(device, DType.U8, (config.sessions_max, hotcache.STATE_BYTES), category="tables")
-        self.slot_tables = hotcache.SlotTables.make(
-            device, config.sessions_max, len(layout.groups), config.rows_max, config.slots, category="slot maps"
-        )
-        for slot in range(config.sessions_max):
-            self.slot_tables.reset(stream, slot)
-        self.fetch_list = hotcache.FetchList.make(device, step_rows, config.topk, config.sessions_max, category="workspace")
-        self.round_starts = make(device, DType.I32, (config.sessions_max + 1,), category="workspace")
-        self.round_sessions = make(device, DType.I32, (config.sessions_max,), category="workspace")
-        self.refs = make(device, DType.U64, (config.rows_max,), category="workspace")
-        self.staging_plane_bytes = step_rows * config.topk * layout.row_bytes
-        self.staging = device.alloc(self.group_planes_max * self.staging_plane_bytes, category="staging")
+        self.staging_plane_bytes = config.step_rows_max * config.topk * layout.row_bytes
         self.linear: list[Buffer] = []
+        with ExitStack() as owned:
+            self._allocate(owned, progress)
+            self._owned = owned.pop_all()
+
+    def _allocate(self, owned: ExitStack, progress: Callable[[int, int, str], None] | None) -> None:
+        """Everything that lives as long as the tier; `owned` gives it back."""
+        device, layout, config = self.device, self.layout, self.config
+        extents = self.shape.extents_for(config.rows_max)
+
+        def make(dtype: DType, shape: tuple[int, ...], category: str) -> Array:
+            array = Array.empty(device, dtype, shape, category=category)
+            owned.callback(array.free)
+            return array
+
+        self.host = HostExtents(device, self.shape, config.chunk_bytes, config.method, "host history", chunk_extents_max=extents)
+        owned.callback(self.host.free)
+        self.tables = make(DType.U64, (config.sessions_max, extents), "tables")
+        self.states = make(DType.U8, (config.sessions_max, hotcache.STATE_BYTES), "tables")
+        groups = len(layout.groups)
+        self.slot_tables = hotcache.SlotTables.make(device, config.sessions_max, groups, config.rows_max, config.slots, category="slot maps")
+        owned.callback(self.slot_tables.free)
+        for slot in range(config.sessions_max):
+            self.slot_tables.reset(self.stream, slot)
+        self.fetch_list = hotcache.FetchList.make(device, config.step_rows_max, config.topk, config.sessions_max, category="workspace")
+        owned.callback(self.fetch_list.free)
+        self.round_starts = make(DType.I32, (config.sessions_max + 1,), "workspace")
+        self.round_sessions = make(DType.I32, (config.sessions_max,), "workspace")
+        self.refs = make(DType.U64, (config.rows_max,), "workspace")
+        self.staging = device.alloc(self.group_planes_max * self.staging_plane_bytes, category="staging")
+        owned.callback(self.staging.free)
+        owned.callback(self._free_linear)
+        self.copy_stream = device.stream()
+        owned.callback(self.copy_stream.close)
+        self.side_stream = device.stream()
+        owned.callback(self.side_stream.close)
+        owned.callback(self._drain)
         if config.host_bytes:
-            self._add_slabs(make_slabs(device, config.host_bytes, config.chunk_bytes, config.method, "host history", progress))
+            self.host.prepare(config.host_bytes, progress)
+
+    @property
+    def pool(self) -> ExtentPool:
+        """Extents of all histories."""
+        return self.host.pool
 
     # Sessions
 
     def open(self) -> int:
+        """A new, empty history. Raises InputError when all are in use, DeviceMemoryError or HipError with nothing changed."""
         if not self._free_slots:
             raise InputError(f"all {len(self.sessions)} sessions are in use; close one first or open the engine with a larger sessions_max")
+        slot = self._free_slots[-1]
         hot = self.device.alloc(self.layout.planes * self.hot_plane_bytes, category="hot cache")
-        slot = self._free_slots.pop()
-        history = History(self.pool, ring_rows=self.config.hot_rows)
-        self.sessions[slot] = Session(slot, history, hot, round=self.config.first_round)
-        self.slot_tables.reset(self.stream, slot)
-        self.upload_states([slot])
+        try:
+            self.slot_tables.reset(self.stream, slot)
+            session = Session(slot, History(self.pool, ring_rows=self.config.hot_rows), hot, round=self.config.first_round)
+            self.upload_states(session)
+        except BaseException:
+            hot.free()
+            raise
+        self.sessions[self._free_slots.pop()] = session
         return slot
 
     def close(self, slot: int) -> None:
-        """Ends a history. The bookkeeping is right even where the device is lost and refuses to be waited for."""
+        """Ends a history. It has ended also where this raises, because the device is lost or refuses to be waited for."""
         session = self.sessions.pop(slot)
-        try:
-            for stream in (self.copy_stream, self.side_stream, self.stream):
-                stream.synchronize()
-        finally:
-            session.history.close()
-            self._free_slots.append(slot)
+        with ExitStack() as steps:  # each has its turn, the last one first
+            steps.callback(session.hot.free)
             for _, event in session.copies:
-                event.close()
-            session.hot.free()
+                steps.callback(event.close)
+            steps.callback(self._free_slots.append, slot)
+            steps.callback(session.history.close)
+            self._drain()
 
     def rows(self, slot: int) -> int:
-        return self.sessions[slot].history.rows
+        return self.sessions[slot].rows
 
     def chunk_rows(self, slot: int, wanted: int) -> int:
         """A short tail behind a long history comes through the hot cache in steps; anything else at once, streamed or into the hot buffer."""
@@ -159,48 +206,64 @@ class HostTier:
 
     def gathers(self, session: Session, wanted: int) -> bool:
         """Whether `wanted` rows select fewer old rows than there are, so that fetching misses moves less than streaming every layer."""
-        return not session.full and wanted * self.config.topk < session.history.rows
+        return not session.full and wanted * self.config.topk < session.rows
 
     def begin(self, rows: PassRows, prefill: bool) -> Pass:
+        """See `Tier`. Raises with the histories as they were; only `InputError` and `DeviceMemoryError` leave their caches untouched."""
         runs = rows.runs
+        self._ready([slot for slot, _, _ in runs])
         for slot, first, last in runs:
             session = self.sessions[slot]
             self.poll(session)
             self.reserve(session, int(rows.positions[first]) + last - first)
+        self._grow_ahead()
+        made = self._pass_for(rows, prefill)
+        try:
+            made.start()
+        except BaseException:
+            made.abandon()
+            raise
+        return made
+
+    def _pass_for(self, rows: PassRows, prefill: bool) -> StepPass | FullPass | StreamPass:
         if prefill:
-            assert len(runs) == 1, "a prompt chunk belongs to one session"
-            session, count = self.sessions[runs[0][0]], len(rows.positions)
-            if session.full and session.history.rows + count <= self.config.hot_rows:
+            assert len(rows.runs) == 1, "a prompt chunk belongs to one session"
+            session, count = self.sessions[rows.runs[0][0]], len(rows.positions)
+            if session.full and session.rows + count <= self.config.hot_rows:
                 return FullPass(self, session, rows)
             if session.full or not self.gathers(session, count) or count > self.config.step_rows_max:
                 return StreamPass(self, session, rows)
-        for slot, first, last in runs:
-            session = self.sessions[slot]
-            if session.full and session.history.rows + last - first > self.config.hot_rows:
-                self.leave_full(session)
-            self.make_room(session, last - first)
         return StepPass(self, rows)
 
     def truncate(self, slot: int, rows: int) -> None:
-        """Keeps the first `rows` rows: waits for copies of the others, makes their slots unfindable in stream order."""
+        """Keeps the first `rows` rows: waits for copies of the others, makes their slots unfindable in stream order. Done also where it raises."""
         session = self.sessions[slot]
-        rollback = session.history.truncate(rows)
-        for batch in rollback.wait_for:
-            self._complete_through(session, batch)
-        session.history.rolled_back(rollback)
-        first, last = rollback.forget
-        if last > first and not session.full:
-            hotcache.forget(self.stream, self.states, self.slot_tables, slot, first, last)
-        self.upload_table(session)
-        self.upload_states([slot])
+        try:
+            self._ready([slot])
+            rollback = session.rollback = session.history.truncate(rows)
+            for batch in rollback.wait_for:
+                while any(pending == batch for pending, _ in session.copies):
+                    self._complete_first(session)
+            session.history.rolled_back(rollback)
+            session.rollback = None
+            first, last = rollback.forget
+            if last > first and not session.full:
+                hotcache.forget(self.stream, self.states, self.slot_tables, slot, first, last)
+            self.upload_table(session)
+            self.upload_states(session)
+        except BaseException:
+            self.drop(slot, rows)
+            raise
 
     def settle(self, slot: int) -> None:
         """Brings every row of the session to host memory and waits for it: committed rows equal logical rows after."""
         session = self.sessions[slot]
-        self.copy_out(session, session.history.settle())
-        while session.copies:
-            self._complete_first(session)
-        self.apply_boundary(session)
+        self._ready([slot])
+        try:
+            self.bring_home(session)
+        except BaseException:
+            self.drop(slot, session.rows)
+            raise
 
     def counters(self) -> dict[int, np.ndarray]:
         """Counters of each open session: [groups, 8] u64, in the order of `hotcache.COUNTERS`. Waits for the device."""
@@ -215,44 +278,75 @@ class HostTier:
         fetched = every[:, :, hotcache.Counter.MISSES] + every[:, :, hotcache.Counter.UNCACHED]
         return totals | {"bytes_from_host": int((fetched * planes).sum()) * self.layout.row_bytes}
 
+    # After failures
+
+    def drop(self, slot: int, rows: int) -> None:
+        """A call on this session failed half way: it has its first `rows` rows again. Bookkeeping only, and it never fails."""
+        session = self.sessions[slot]
+        assert 0 <= rows <= session.rows, f"drop to {rows} of {session.rows} rows"
+        session.kept_rows, session.unsure, self._undrained = rows, True, True
+
+    def _ready(self, slots: list[int]) -> None:
+        """Before any work: what failed calls left behind is waited for, and these sessions are whole again."""
+        if self._undrained:
+            self._drain()
+        for slot in slots:
+            if self.sessions[slot].unsure:
+                self._restore(self.sessions[slot])
+
+    def _drain(self) -> None:
+        """Waits for everything that was enqueued. If a stream refuses, the whole device is waited for before that is raised."""
+        try:
+            for stream in (self.copy_stream, self.side_stream, self.stream):
+                stream.synchronize()
+        except HipError:
+            self.device.synchronize()
+            self._undrained = False
+            raise
+        self._undrained = False
+
+    def _restore(self, session: Session) -> None:
+        """Tells the device everything about a session again, from the host's record. The streams are drained. May be repeated."""
+        history = session.history
+        while session.copies:
+            self._complete_first(session)
+        if session.rollback is not None:
+            history.rolled_back(session.rollback)
+            session.rollback = None
+        if session.kept_rows is not None:
+            history.truncate(session.kept_rows)
+            session.kept_rows = None
+        if session.cold:
+            self.slot_tables.reset(self.stream, session.slot)
+            session.seed_slot = 0
+        self.upload_table(session)
+        self.upload_states(session)
+        if not session.full:
+            hotcache.forget(self.stream, self.states, self.slot_tables, session.slot, history.rows, self.config.rows_max)
+            hotcache.abandon(self.stream, self.states, self.slot_tables, session.slot, self.config.rows_max)
+            self.next_round(session)
+        session.cold = session.unsure = False
+
     # Used by the passes
 
     def reserve(self, session: Session, row_count: int) -> None:
         """Extents for `row_count` rows; page-locks another chunk of host memory when there are none. DeviceMemoryError leaves all as it was."""
         if row_count > self.config.rows_max:
             raise InputError(f"history: {row_count} rows asked, the tier was opened for {self.config.rows_max} rows a session")
-        try:
-            grown = session.history.reserve(row_count)
-        except OutOfExtents as short:
-            extents = max(short.missing, self.config.chunk_bytes // self.shape.extent_bytes)
-            extents = min(extents, max(short.missing, self.shape.extents_for(self.config.rows_max)))
-            size = extents * self.shape.extent_bytes
-            self._add_slabs(make_slabs(self.device, size, size, self.config.method, "host history"))
-            grown = session.history.reserve(row_count)
-        if grown:
-            self.upload_table(session)
+        if self.host.reserve(session.history, row_count):
+            try:
+                self.upload_table(session)
+            except BaseException:
+                self.drop(session.slot, session.rows)
+                raise
 
-    def _add_slabs(self, slabs: list[Slab]) -> None:
-        for slab in slabs:
-            self.slabs.append(slab)
-            self.pool.add_slab(slab.device_address, slab.byte_count // self.shape.extent_bytes)
-
-    def host_address(self, device_address: int) -> int:
-        """The host's name of an address inside a slab."""
-        slab, offset = self._slab_of(device_address)
-        return slab.host_address + offset
-
-    def host_bytes(self, device_address: int, byte_count: int) -> np.ndarray:
-        """A view of `byte_count` bytes of a slab."""
-        slab, offset = self._slab_of(device_address)
-        return slab.array[offset : offset + byte_count]
-
-    def _slab_of(self, device_address: int) -> tuple[Slab, int]:
-        for slab in self.slabs:
-            offset = device_address - slab.device_address
-            if 0 <= offset < slab.byte_count:
-                return slab, offset
-        raise AssertionError(f"{device_address:#x} lies in no slab")
+    def _grow_ahead(self) -> None:
+        """Has the next chunk page-locked by a thread when the next 2 * extent_rows rows of every open session would not find extents."""
+        wanted = 0
+        for session in self.sessions.values():
+            rows = min(session.rows + 2 * self.shape.extent_rows, self.config.rows_max)
+            wanted += max(0, self.shape.extents_for(rows) - session.history.reserved_rows // self.shape.extent_rows)
+        self.host.grow_ahead(wanted)
 
     def upload_table(self, session: Session) -> None:
         addresses = session.history.addresses
@@ -260,23 +354,21 @@ class HostTier:
         table[0, : len(addresses)] = addresses
         self.tables.slice(session.slot, session.slot + 1).upload(table, self.stream)
 
-    def upload_states(self, slots: list[int]) -> None:
-        """Sends hot address, phase, boundary and round of some sessions to the device, in stream order."""
-        for slot in slots:
-            session = self.sessions[slot]
-            packed = hotcache.pack_states([(session.hot.address, session.full, session.history.boundary, session.round)])
-            self.states.slice(slot, slot + 1).upload(packed, self.stream)
+    def upload_states(self, session: Session) -> None:
+        """Sends hot address, phase, boundary and round of a session to the device, in stream order."""
+        packed = hotcache.pack_states([(session.hot.address, session.full, session.history.boundary, session.round)])
+        self.states.slice(session.slot, session.slot + 1).upload(packed, self.stream)
 
     def leave_full(self, session: Session) -> None:
         """The history outgrows the hot buffer: rows behind the ring become cache slots, the first ring_rows slots become the ring."""
-        self.settle(session.slot)
+        self.bring_home(session)
         ring, held = self.config.ring_rows, min(session.history.rows, self.config.hot_rows)
         session.history.leave_full(ring)
         session.full = False
         if held > ring:
             hotcache.seed(self.stream, self.states, self.slot_tables, session.slot, ring, held, 0)
             session.seed_slot = (held - ring) % self.config.slots
-        self.upload_states([session.slot])
+        self.upload_states(session)
 
     def make_room(self, session: Session, count: int) -> None:
         """Ring slots for `count` rows: the stream waits for the copies of the rows that they overwrite."""
@@ -290,21 +382,44 @@ class HostTier:
         self.copy_out(session, session.history.next_copies())
         self.apply_boundary(session)
 
+    def bring_home(self, session: Session) -> None:
+        """What `settle` does, inside a call that drops the session's rows if it fails."""
+        self.copy_out(session, session.history.settle())
+        while session.copies:
+            self._complete_first(session)
+        self.apply_boundary(session)
+
     def apply_boundary(self, session: Session) -> None:
         """Moves the device's boundary to where the history has it, after the copies that it passes."""
         if session.history.boundary_moved():
             for batch, event in session.copies:
                 if batch.first < session.history.boundary:
                     self.stream.wait(event)
-            self.upload_states([session.slot])
+            self.upload_states(session)
+
+    def mark(self, stream: Stream) -> Event:
+        """An event that happens when what `stream` has enqueued is done. The caller closes it."""
+        event = self.device.event()
+        try:
+            event.record(stream)
+        except BaseException:
+            event.close()
+            raise
+        return event
+
+    def order(self, first: Stream, then: Stream) -> None:
+        """What `then` enqueues from now on starts after what `first` has enqueued."""
+        event = self.mark(first)
+        try:
+            then.wait(event)
+        finally:
+            event.close()
 
     def copy_out(self, session: Session, batches: list[CopyBatch]) -> None:
         """Enqueues the copies of some batches, each one strided operation for all planes, after what the main stream has enqueued."""
         if not batches:
             return
-        written = self.device.event()
-        written.record(self.stream)
-        self.copy_stream.wait(written)
+        self.order(self.stream, self.copy_stream)
         row_bytes, ring = self.layout.row_bytes, session.history.ring_rows
         for batch in batches:
             source = session.hot.address + batch.first % ring * row_bytes
@@ -312,7 +427,8 @@ class HostTier:
             target = extent + batch.first % self.shape.extent_rows * row_bytes
             length = (batch.last - batch.first) * row_bytes
             if self.config.copy_back == "copy2d":
-                self.copy_stream.copy_2d(self.host_address(target), self.shape.plane_bytes, source, self.hot_plane_bytes, length, self.layout.planes)
+                home = self.host.host_address(target)
+                self.copy_stream.copy_2d(home, self.shape.plane_bytes, source, self.hot_plane_bytes, length, self.layout.planes)
             else:
                 rows.copy_planes(
                     self.copy_stream,
@@ -323,11 +439,8 @@ class HostTier:
                     length_bytes=length,
                     planes=self.layout.planes,
                 )
-            done = self.device.event()
-            done.record(self.copy_stream)
-            session.copies.append((batch, done))
+            session.copies.append((batch, self.mark(self.copy_stream)))
             session.history.copy_enqueued(batch)
-        written.close()
 
     def poll(self, session: Session) -> None:
         """Takes note of copies that have completed, without waiting."""
@@ -335,14 +448,11 @@ class HostTier:
             self._complete_first(session)
 
     def _complete_first(self, session: Session) -> None:
-        batch, event = session.copies.pop(0)
+        batch, event = session.copies[0]
         event.synchronize()
-        event.close()
+        session.copies.pop(0)
         session.history.copy_completed(batch)
-
-    def _complete_through(self, session: Session, batch: CopyBatch) -> None:
-        while any(pending == batch for pending, _ in session.copies):
-            self._complete_first(session)
+        event.close()
 
     def next_round(self, session: Session) -> None:
         """The host's copy of the round tag, which skips 0."""
@@ -351,13 +461,14 @@ class HostTier:
     def linear_buffers(self, row_count: int) -> list[Buffer]:
         """Two buffers of at least `row_count` rows of one layer each; grown in steps so that a long prompt allocates seldom."""
         wanted = row_count * self.layout.row_bytes
-        if not self.linear or self.linear[0].byte_count < wanted:
-            self.free_linear()
-            rounded = min(-(-row_count // 4096) * 4096, max(self.config.rows_max, row_count)) * self.layout.row_bytes
-            self.linear = [self.device.alloc(max(wanted, rounded), category="staging") for _ in range(2)]
+        if len(self.linear) < 2 or self.linear[0].byte_count < wanted:
+            self._free_linear()
+            rows = max(min(-(-row_count // LINEAR_STEP_ROWS) * LINEAR_STEP_ROWS, self.config.rows_max), row_count)
+            while len(self.linear) < 2:
+                self.linear.append(self.device.alloc(rows * self.layout.row_bytes, category="staging"))
         return self.linear
 
-    def free_linear(self) -> None:
+    def _free_linear(self) -> None:
         while self.linear:
             self.linear.pop().free()
 
@@ -371,16 +482,11 @@ class HostTier:
         assert used == self.pool.capacity - self.pool.free, f"histories hold {used} extents, the pool lent {self.pool.capacity - self.pool.free}"
 
     def free(self) -> None:
-        """Gives everything back, host memory included."""
-        for slot in list(self.sessions):
-            self.close(slot)
-        self.free_linear()
-        for array in (self.tables, self.states, self.round_starts, self.round_sessions, self.refs):
-            array.free()
-        self.slot_tables.free()
-        self.fetch_list.free()
-        self.staging.free()
-        free_slabs(self.slabs)
+        """Gives everything back, host memory included. Again is not an error."""
+        with ExitStack() as steps:  # each has its turn, the last one first
+            steps.push(self._owned)
+            for slot in self.sessions:
+                steps.callback(self.close, slot)
 
 
 __all__ = ["HostTier", "HostTierConfig", "Session"]

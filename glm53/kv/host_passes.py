@@ -1,4 +1,8 @@
-"""The three kinds of pass of the host tier: a step through the hot cache, a prompt that fits the hot buffer, a prompt that streams."""
+"""The three kinds of pass of the host tier: a step through the hot cache, a prompt that fits the hot buffer, a prompt that streams.
+
+Making one touches no device; `start` enqueues what comes before the first layer. `finish` counts the rows, and if it fails they are not counted:
+`abandon`, legal at any time and without a device call that can fail, gives back the events and sets the sessions' rows back (`HostTier.drop`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from glm53.hip import Array, Event, Stream
+from glm53.hip import Array, Buffer, Event, Stream
 from glm53.kv.passes import PassRows
 from glm53.ops import hotcache, rows
 from glm53.spec import Offsets
@@ -27,18 +31,27 @@ class StepPass:
         assert count <= tier.config.step_rows_max, f"{count} rows in a step of at most {tier.config.step_rows_max}"
         self.runs = pass_rows.runs
         self.refs = tier.refs.slice(0, count)
-        self.fetches = any(not tier.sessions[slot].full for slot, _, _ in self.runs)
+        self.fetches = False
         self.leader = 0
         self.followers: Event | None = None
-        starts = np.array([0, *(last for _, _, last in self.runs)], np.int32)
-        self.round_starts = tier.round_starts.slice(0, len(starts))
-        self.round_starts.upload(starts, tier.stream)
+        self.round_starts = tier.round_starts.slice(0, len(self.runs) + 1)
         self.round_sessions = tier.round_sessions.slice(0, len(self.runs))
+        self.before = {slot: tier.rows(slot) for slot, _, _ in self.runs}
+
+    def start(self) -> None:
+        tier = self.tier
+        for slot, first, last in self.runs:
+            session = tier.sessions[slot]
+            if session.full and session.history.rows + last - first > tier.config.hot_rows:
+                tier.leave_full(session)
+            tier.make_room(session, last - first)
+        self.fetches = any(not tier.sessions[slot].full for slot, _, _ in self.runs)
+        self.round_starts.upload(np.array([0, *(last for _, _, last in self.runs)], np.int32), tier.stream)
         self.round_sessions.upload(np.array([slot for slot, _, _ in self.runs], np.int32), tier.stream)
         hotcache.place_hot(
             tier.stream,
-            pass_rows.device_sessions,
-            pass_rows.device_positions,
+            self.rows.device_sessions,
+            self.rows.device_positions,
             tier.states,
             self.refs,
             tier.config.ring_rows,
@@ -78,15 +91,12 @@ class StepPass:
         if tier.config.fetch == "copy":
             self._fetch_by_copies(range(layer, layers[-1] + 1))
             return
-        planned = tier.device.event()
-        planned.record(tier.stream)
+        if len(layers) > 1:
+            tier.order(tier.stream, tier.side_stream)
         self._fetch(tier.stream, range(layer, layer + 1))
         if len(layers) > 1:
-            tier.side_stream.wait(planned)
             self._fetch(tier.side_stream, range(layer + 1, layers[-1] + 1))
-            self.followers = tier.device.event()
-            self.followers.record(tier.side_stream)
-        planned.close()
+            self.followers = tier.mark(tier.side_stream)
 
     def _fetch(self, stream: Stream, planes: range, source_plane_bytes: int = 0) -> None:
         tier = self.tier
@@ -116,16 +126,18 @@ class StepPass:
         gathered = np.empty((len(planes), len(wanted), row_bytes), np.uint8)
         for at, index in enumerate(wanted):
             for plane in planes:
-                gathered[plane - planes.start, at] = tier.host_bytes(int(sources[index]) + plane * tier.shape.plane_bytes, row_bytes)
+                gathered[plane - planes.start, at] = tier.host.view(int(sources[index]) + plane * tier.shape.plane_bytes, row_bytes)
         bounce = Array.from_numpy(tier.device, gathered, category="staging")
         plane_bytes = len(wanted) * row_bytes
-        moved = np.zeros_like(sources)
-        first_plane = bounce.address - planes.start * plane_bytes
-        moved[wanted] = (first_plane + np.arange(len(wanted)) * row_bytes).astype(np.uint64)
-        tier.fetch_list.sources.upload(moved, tier.stream)
-        self._fetch(tier.stream, planes, source_plane_bytes=plane_bytes)
-        tier.stream.synchronize()
-        bounce.free()
+        try:
+            moved = np.zeros_like(sources)
+            first_plane = bounce.address - planes.start * plane_bytes
+            moved[wanted] = (first_plane + np.arange(len(wanted)) * row_bytes).astype(np.uint64)
+            tier.fetch_list.sources.upload(moved, tier.stream)
+            self._fetch(tier.stream, planes, source_plane_bytes=plane_bytes)
+            tier.stream.synchronize()
+        finally:
+            bounce.free()
 
     def before_attention(self, layer: int) -> None:
         if layer != self.leader and self.followers is not None:
@@ -145,17 +157,11 @@ class StepPass:
             tier.written(session, last - first)
 
     def abandon(self) -> None:
-        tier = self.tier
-        if self.followers is not None:
-            tier.stream.wait(self.followers)
-            self.followers.close()
-            self.followers = None
-        for slot, _, _ in self.runs:
-            session = tier.sessions[slot]
-            if not session.full:
-                hotcache.abandon(tier.stream, tier.states, tier.slot_tables, slot, session.history.rows)
-            tier.next_round(session)
-            tier.upload_states([slot])
+        for slot, row_count in self.before.items():
+            self.tier.drop(slot, row_count)
+        followers, self.followers = self.followers, None
+        if followers is not None:
+            followers.close()
 
 
 class FullPass:
@@ -164,7 +170,10 @@ class FullPass:
     def __init__(self, tier: HostTier, session: Session, pass_rows: PassRows):
         self.tier, self.session, self.rows = tier, session, pass_rows
         self.refs = tier.refs.slice(0, len(pass_rows.positions))
-        hotcache.place_linear(tier.stream, pass_rows.device_positions, self.refs, tier.layout.row_bytes)
+        self.before = session.rows
+
+    def start(self) -> None:
+        hotcache.place_linear(self.tier.stream, self.rows.device_positions, self.refs, self.tier.layout.row_bytes)
 
     def offsets(self, layer: int) -> Offsets:
         return (0, 0, 0, self.session.hot.address + layer * self.tier.hot_plane_bytes)
@@ -185,7 +194,7 @@ class FullPass:
         self.tier.written(self.session, len(self.rows.positions))
 
     def abandon(self) -> None:
-        pass  # rows that the history does not count are overwritten by the next pass
+        self.tier.drop(self.session.slot, self.before)
 
 
 class StreamPass:
@@ -198,20 +207,22 @@ class StreamPass:
     def __init__(self, tier: HostTier, session: Session, pass_rows: PassRows):
         self.tier, self.session, self.rows = tier, session, pass_rows
         count = len(pass_rows.positions)
-        self.start = int(pass_rows.positions[0])
-        self.stop = self.start + count
+        self.start_row = int(pass_rows.positions[0])
+        self.stop = self.start_row + count
+        self.refs = tier.refs.slice(0, count)
+        self.buffers: list[Buffer] = []
+        self.seeds: list[tuple[int, int, int]] = []
+        self.ready: list[Event | None] = [None, None]  # the buffer holds its layer's earlier rows, and nothing of the layer before leaves it any more
+
+    def start(self) -> None:
+        tier, session = self.tier, self.session
         if session.full:
             tier.leave_full(session)
-        tier.settle(session.slot)
+        tier.bring_home(session)
         self.buffers = tier.linear_buffers(self.stop)
-        self.ready: list[Event | None] = [None, None]  # the buffer holds its layer's earlier rows, and nothing of the layer before leaves it any more
-        self.refs = tier.refs.slice(0, count)
-        hotcache.place_linear(tier.stream, pass_rows.device_positions, self.refs, tier.layout.row_bytes)
-        self.seeds = self._seed_pieces(count)
-        begun = tier.device.event()
-        begun.record(tier.stream)
-        tier.side_stream.wait(begun)
-        begun.close()
+        hotcache.place_linear(tier.stream, self.rows.device_positions, self.refs, tier.layout.row_bytes)
+        self.seeds = self._seed_pieces(self.stop - self.start_row)
+        tier.order(tier.stream, tier.side_stream)
         for layer in range(min(2, tier.layout.planes)):
             self._bring(layer)
 
@@ -229,29 +240,27 @@ class StreamPass:
     def _bring(self, layer: int) -> None:
         """Enqueues the earlier rows of a layer into its buffer, on the side stream."""
         tier = self.tier
-        if self.start and tier.config.fetch == "copy":
+        if self.start_row and tier.config.fetch == "copy":
             self._bring_by_copies(layer)
-        elif self.start:
+        elif self.start_row:
             rows.gather_plane(
                 tier.side_stream,
                 tier.tables.slice(self.session.slot, self.session.slot + 1),
                 self.buffers[layer % 2],
                 plane_offset_bytes=layer * tier.shape.plane_bytes,
-                rows=self.start,
+                rows=self.start_row,
                 extent_rows=tier.shape.extent_rows,
                 row_bytes=tier.layout.row_bytes,
             )
-        event = tier.device.event()
-        event.record(tier.side_stream)
-        self.ready[layer % 2] = event
+        self.ready[layer % 2] = tier.mark(tier.side_stream)
 
     def _bring_by_copies(self, layer: int) -> None:
         """One copy an extent, where kernels cannot read host memory."""
         tier, row_bytes = self.tier, self.tier.layout.row_bytes
-        for index, extent in enumerate(self.session.history.addresses[: tier.shape.extents_for(self.start)]):
+        for index, extent in enumerate(self.session.history.addresses[: tier.shape.extents_for(self.start_row)]):
             first = index * tier.shape.extent_rows
-            length = (min(self.start, first + tier.shape.extent_rows) - first) * row_bytes
-            source = tier.host_address(extent + layer * tier.shape.plane_bytes)
+            length = (min(self.start_row, first + tier.shape.extent_rows) - first) * row_bytes
+            source = tier.host.host_address(extent + layer * tier.shape.plane_bytes)
             tier.side_stream.copy(self.buffers[layer % 2].address + first * row_bytes, source, length)
 
     def offsets(self, layer: int) -> Offsets:
@@ -275,16 +284,13 @@ class StreamPass:
         for first, last, slot in self.seeds:
             target = self.session.hot.address + layer * tier.hot_plane_bytes + (tier.config.ring_rows + slot) * row_bytes
             tier.stream.copy(target, buffer + first * row_bytes, (last - first) * row_bytes)
-        attended = tier.device.event()
-        attended.record(tier.stream)
-        tier.side_stream.wait(attended)
-        attended.close()
-        first, extent_rows = self.start, tier.shape.extent_rows
+        tier.order(tier.stream, tier.side_stream)
+        first, extent_rows = self.start_row, tier.shape.extent_rows
         addresses = self.session.history.addresses
         while first < self.stop:
             last = min(self.stop, (first // extent_rows + 1) * extent_rows)
             target = addresses[first // extent_rows] + layer * tier.shape.plane_bytes + first % extent_rows * row_bytes
-            tier.side_stream.copy(tier.host_address(target), buffer + first * row_bytes, (last - first) * row_bytes)
+            tier.side_stream.copy(tier.host.host_address(target), buffer + first * row_bytes, (last - first) * row_bytes)
             first = last
         if layer + 2 < tier.layout.planes:
             self._bring(layer + 2)
@@ -293,16 +299,17 @@ class StreamPass:
         """Waits until the rows are in host memory: a large append is settled when it ends."""
         tier, session = self.tier, self.session
         tier.side_stream.synchronize()
-        session.history.bypass(self.stop - self.start)
+        session.history.bypass(self.stop - self.start_row)
         for first, last, slot in self.seeds:
             hotcache.seed(tier.stream, tier.states, tier.slot_tables, session.slot, first, last, slot)
             session.seed_slot = (slot + last - first) % tier.config.slots
-        tier.upload_states([session.slot])
+        tier.upload_states(session)
 
     def abandon(self) -> None:
-        """Seeded slots were overwritten without their tables: what they held is forgotten."""
-        tier, session = self.tier, self.session
-        tier.side_stream.synchronize()
-        tier.stream.synchronize()
-        tier.slot_tables.reset(tier.stream, session.slot)
-        session.seed_slot = 0
+        """Seeded slots may have been overwritten without their tables: what they held is forgotten."""
+        self.session.cold = True
+        self.tier.drop(self.session.slot, self.start_row)
+        ready, self.ready = self.ready, [None, None]
+        for event in ready:
+            if event is not None:
+                event.close()

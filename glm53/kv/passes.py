@@ -76,10 +76,10 @@ class Pass(Protocol):
     def after_attention(self, layer: int) -> None: ...
 
     def finish(self) -> None:
-        """All layers are enqueued: the rows now belong to their sessions."""
+        """All layers are enqueued: the rows now belong to their sessions. If it raises, none of them do."""
 
     def abandon(self) -> None:
-        """The pass failed between `begin` and `finish`: its rows are dropped and nothing it brought in is ever found."""
+        """The pass failed, in `finish` at the latest: its rows are dropped and nothing it brought in is ever found."""
 
 
 class Tier(Protocol):
@@ -99,7 +99,11 @@ class Tier(Protocol):
 
     def begin(self, rows: PassRows, prefill: bool) -> Pass: ...
 
-    def truncate(self, slot: int, rows: int) -> None: ...
+    def truncate(self, slot: int, rows: int) -> None:
+        """Keeps the first `rows` rows, also where it raises."""
+
+    def drop(self, slot: int, rows: int) -> None:
+        """A call failed on the way: the session has its first `rows` rows again. Bookkeeping only, and it never fails."""
 
     def settle(self, slot: int) -> None:
         """Waits until every row of the session has its permanent place."""

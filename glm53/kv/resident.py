@@ -38,10 +38,14 @@ class ResidentTier:
     def begin(self, rows: PassRows, prefill: bool) -> ResidentPass:
         for session, first, last in rows.runs:
             self.store.reserve(session, int(rows.positions[first]) + last - first)
-        return ResidentPass(self, rows)
+        made = ResidentPass(self, rows)
+        made.start()
+        return made
 
     def truncate(self, slot: int, rows: int) -> None:
-        self.stream.synchronize()
+        self.store.truncate(slot, rows)
+
+    def drop(self, slot: int, rows: int) -> None:
         self.store.truncate(slot, rows)
 
     def settle(self, slot: int) -> None:
@@ -52,7 +56,8 @@ class ResidentTier:
 
     def free(self) -> None:
         self.store.free()
-        self.refs.free()
+        if not self.refs.buffer.freed:
+            self.refs.free()
 
 
 class ResidentPass:
@@ -61,8 +66,10 @@ class ResidentPass:
     def __init__(self, tier: ResidentTier, rows: PassRows):
         self.tier, self.rows = tier, rows
         self.refs = tier.refs.slice(0, len(rows.positions))
-        store = tier.store
-        hotcache.place_extent(tier.stream, rows.device_sessions, rows.device_positions, store.tables, self.refs, store.shape)
+
+    def start(self) -> None:
+        store, rows = self.tier.store, self.rows
+        hotcache.place_extent(self.tier.stream, rows.device_sessions, rows.device_positions, store.tables, self.refs, store.shape)
 
     def offsets(self, layer: int) -> Offsets:
         return (0, layer * self.tier.store.shape.plane_bytes, 0, 0)

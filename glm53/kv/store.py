@@ -32,13 +32,15 @@ class RowStore:
         self._slabs: list[Buffer] = []
         self._histories: dict[int, History] = {}
         self._slots = list(range(sessions_max - 1, -1, -1))
+        self._stale: set[int] = set()  # slots whose table on the device lacks extents
         self.tables = Array.empty(device, DType.U64, (sessions_max, self.extents_max), category="tables")
 
-    def open(self) -> int:
-        """A new, empty history; returns its row in `tables`. Raises InputError when all are in use."""
+    def open(self, slot: int | None = None) -> int:
+        """A new, empty history; returns its row in `tables`, which is `slot` if that is given. Raises InputError when all are in use."""
         if not self._slots:
             raise InputError(f"all {len(self._histories)} sessions are in use; close one first or open the engine with a larger sessions_max")
-        slot = self._slots.pop()
+        slot = self._slots[-1] if slot is None else slot
+        self._slots.remove(slot)
         self._histories[slot] = History(self.pool)
         return slot
 
@@ -47,7 +49,8 @@ class RowStore:
         return self._histories[slot].rows
 
     def reserve(self, slot: int, rows: int) -> None:
-        """Makes room for `rows` rows in all and updates the session's table. Raises DeviceMemoryError with nothing changed."""
+        """Makes room for `rows` rows in all and updates the session's table. Raises DeviceMemoryError with nothing changed; after a HipError of
+        the update the next call repeats it."""
         history = self._histories[slot]
         if rows > self.rows_max:
             raise InputError(f"{self.category}: {rows} rows asked, the store was opened for {self.rows_max} rows a session")
@@ -57,9 +60,12 @@ class RowStore:
             self._grow(short.missing)
             grown = history.reserve(rows)
         if grown:
+            self._stale.add(slot)
+        if slot in self._stale:
             table = np.zeros(self.extents_max, np.uint64)
             table[: len(history.addresses)] = history.addresses
             self.tables.slice(slot, slot + 1).upload(table[None, :], self.stream)
+            self._stale.discard(slot)
 
     def _grow(self, extents: int) -> None:
         wanted = max(extents, min(SLAB_BYTES // self.shape.extent_bytes, self.extents_max))
@@ -78,13 +84,14 @@ class RowStore:
         self._histories[slot].advance(rows)
 
     def truncate(self, slot: int, rows: int) -> None:
-        """Keeps the first `rows` rows. The caller has made sure that no kernel still works on the rows behind."""
+        """Keeps the first `rows` rows. Kernels on `stream` may still work on the rows behind: whoever gets their extents writes after them."""
         self._histories[slot].truncate(rows)
 
     def release(self, slot: int) -> None:
         """Ends a history; its extents go back to the pool."""
         self._histories.pop(slot).close()
         self._slots.append(slot)
+        self._stale.discard(slot)
 
     def check(self) -> None:
         """Invariants of pool and histories; every extent in use belongs to exactly one history of this store."""
@@ -96,10 +103,11 @@ class RowStore:
         assert used == self.pool.capacity - self.pool.free, f"histories hold {used} extents, the pool lent {self.pool.capacity - self.pool.free}"
 
     def free(self) -> None:
-        """Gives all device memory back."""
+        """Gives all device memory back. Again is not an error."""
         for history in self._histories.values():
             history.close()
         self._histories.clear()
         while self._slabs:
             self._slabs.pop().free()
-        self.tables.buffer.free()
+        if not self.tables.buffer.freed:
+            self.tables.buffer.free()

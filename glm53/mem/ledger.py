@@ -11,6 +11,7 @@ Invariants (`Ledger.check` proves them):
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from glm53.errors import Glm53Error, human_bytes
@@ -67,48 +68,57 @@ class Difference:
         )
 
 
-@dataclass(frozen=True)
-class LedgerRow:
-    """One line of the printed table. `category` is "total" in the last line of a place."""
-
-    place: str
-    category: str
-    byte_count: int
-    peak_bytes: int
-    allocations: int
-
-
 Snapshot = dict[tuple[str, str], Balance]
 _NOTHING = Balance(0, 0)
 
 
 class Ledger:
-    """Accounts of allocated bytes. Not thread-safe: one owner tells it everything."""
+    """Accounts of allocated bytes. Threads may charge and release at the same time."""
 
     def __init__(self) -> None:
         self._accounts: Snapshot = {}
         self._peaks: dict[tuple[str, str], int] = {}
         self._place_bytes: dict[str, int] = {}
         self._place_peaks: dict[str, int] = {}
+        self._lock = threading.Lock()  # one change at a time
 
     def charge(self, place: str, category: str, byte_count: int) -> None:
         """Counts an allocation of `byte_count` bytes. Raises ChargeError unless that is positive."""
         if byte_count <= 0:
             raise ChargeError(f"ledger: charge of {byte_count} bytes to {place}, {category}; wanted the positive capacity of an allocation")
-        held = self._accounts.get((place, category), _NOTHING)
-        self._set(place, category, Balance(held.byte_count + byte_count, held.allocations + 1))
+        with self._lock:
+            held = self._accounts.get((place, category), _NOTHING)
+            self._set(place, category, Balance(held.byte_count + byte_count, held.allocations + 1))
 
     def release(self, place: str, category: str, byte_count: int) -> None:
         """Counts an allocation of `byte_count` bytes as given back. Raises ReleaseError, with nothing changed, if the account cannot hold it."""
-        self._set(place, category, self._without(place, category, byte_count))
+        with self._lock:
+            self._set(place, category, self._without(place, category, byte_count))
+
+    def count(self, device: str, in_host: bool, category: str, byte_count: int) -> None:
+        """Charges the place `device`, or the host, where `byte_count` is positive, and releases where it is negative."""
+        place = HOST if in_host else device
+        if byte_count < 0:
+            self.release(place, category, -byte_count)
+        else:
+            self.charge(place, category, byte_count)
+
+    def by_place(self) -> dict[str, dict[str, int]]:
+        """Bytes by place and category, places and categories sorted; those that hold nothing are left out."""
+        found: dict[str, dict[str, int]] = {}
+        for (place, category), held in sorted(self.snapshot().items()):
+            found.setdefault(place, {})[category] = held.byte_count
+        return found
 
     def move(self, place: str, source: str, target: str, byte_count: int) -> None:
         """An allocation changes its category; the bytes and the peak of the place stay. Raises as `release`, with nothing changed."""
-        rest = self._without(place, source, byte_count)
-        if source == target:
-            return
-        self._set(place, source, rest)
-        self.charge(place, target, byte_count)
+        with self._lock:
+            rest = self._without(place, source, byte_count)
+            if source == target:
+                return
+            self._set(place, source, rest)
+            held = self._accounts.get((place, target), _NOTHING)
+            self._set(place, target, Balance(held.byte_count + byte_count, held.allocations + 1))
 
     def _without(self, place: str, category: str, byte_count: int) -> Balance:
         held = self._accounts.get((place, category), _NOTHING)
@@ -146,13 +156,8 @@ class Ledger:
         return sum(self._place_bytes.values()) if place is None else self._place_bytes.get(place, 0)
 
     def peak(self, place: str, category: str | None = None) -> int:
-        """Most bytes that a place, or one of its categories, held at once since the start or `reset_peaks`."""
+        """Most bytes that a place, or one of its categories, held at once since the start."""
         return self._place_peaks.get(place, 0) if category is None else self._peaks.get((place, category), 0)
-
-    def reset_peaks(self) -> None:
-        """Peaks start again from what is held now."""
-        self._peaks = {key: balance.byte_count for key, balance in self._accounts.items()}
-        self._place_peaks = dict(self._place_bytes)
 
     def snapshot(self) -> Snapshot:
         """The accounts as they are now, for `differences` and `conserved`."""
@@ -171,17 +176,6 @@ class Ledger:
         differences = self.differences(before)
         if differences:
             raise LeakError(differences)
-
-    def rows(self) -> list[LedgerRow]:
-        """Lines for printing: by place, largest category first, each place closed by its total. Emptied accounts show their peak."""
-        lines = []
-        for place in self.places:
-            accounts = [(category, self.balance(place, category)) for at, category in sorted(self._peaks) if at == place]
-            for category, held in sorted(accounts, key=lambda account: -account[1].byte_count):
-                lines.append(LedgerRow(place, category, held.byte_count, self._peaks[place, category], held.allocations))
-            allocations = sum(held.allocations for _, held in accounts)
-            lines.append(LedgerRow(place, "total", self._place_bytes[place], self._place_peaks[place], allocations))
-        return lines
 
     def check(self) -> None:
         """Recomputes every derived number; AssertionError names what differs."""

@@ -118,7 +118,7 @@ class Forward:
     def run(self, batch: Rows, kind: RowClass, logits: Array) -> None:
         """Computes all rows, appends them to the histories and writes the logits of the last rows.
 
-        logits [n, vocab] f32: of the last n rows. Everything is enqueued on the stream. If a launch fails, the tier drops the rows.
+        logits [n, vocab] f32: of the last n rows. Everything is enqueued on the stream. If anything raises, the tier has dropped the rows.
         """
         count = len(batch.tokens)
         assert 0 < count <= self.rows_max, f"{count} rows in a pass of at most {self.rows_max}"
@@ -133,10 +133,10 @@ class Forward:
             tail = cut("h").slice(count - n, count)
             basic.rms_norm(self.stream, cut("x").slice(count - n, count), self.weights.final_norm, tail, self.spec.rms_norm_eps)
             matmul.matmul(self.stream, tail, self.weights.lm_head, logits, kind=RowClass.STEP.value)
-        except Exception:
+            tier_pass.finish()
+        except BaseException:
             tier_pass.abandon()
             raise
-        tier_pass.finish()
 
     def _layers(self, tier_pass: Pass, kind: RowClass, count: int, context: int) -> None:
         x, h = self.work.cut("x", count), self.work.cut("h", count)

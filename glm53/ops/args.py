@@ -332,6 +332,23 @@ class gather_plane_args(Args):
     ]
 
 
+class read_rows_args(Args):
+    """out[r, i] = values of the row that plan[r, index[r, i]] refers to, as T (read_rows), or its bytes (copy_rows). Reference 0: zeros."""
+
+    _fields_ = [
+        ("plan", c_void_p),  # [rows, plan_k] u64 row references
+        ("index", c_void_p),  # [rows, k] i32 in [0, plan_k); or null: i
+        ("out", c_void_p),  # [rows, k, latent + rope] T, or [rows, k, row_bytes] u8
+        ("offsets", c_uint64 * 4),  # of the four spaces, in bytes
+        ("k", c_uint32),
+        ("plan_k", c_uint32),
+        ("latent", c_uint32),
+        ("rope", c_uint32),
+        ("row_bytes", c_uint32),
+        ("_pad", c_uint32),
+    ]
+
+
 class attend_args(Args):
     """Absorbed MLA attention over the planned rows: score = (<q_latent, latent> + <q_rope, rope>) * scale, softmax in f32 over the rows of
     the plan in plan order, out[r, h] = sum_n p[n] * latent[n]. Row formats f32, bf16, q8g64 (store_rows_args); values are read into f32."""

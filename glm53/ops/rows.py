@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from glm53.hip import Array, Buffer, Device, Stream
-from glm53.ops.args import copy_planes_args, fetch_args, gather_plane_args, store_rows_args
+from glm53.ops.args import copy_planes_args, fetch_args, gather_plane_args, read_rows_args, store_rows_args
 from glm53.ops.contract import ContractError, Cost, Dims, ceil_div, launch
 from glm53.spec import DType, Offsets, RowFormat
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ADDRESS_LIMIT = 1 << 64
 LIST_WORDS_LIMIT = 1 << 31  # 16-byte words of one fetch list
+READ_UNIT = 8  # values a work-item of read_rows reads; ROW_UNIT of row_format.h
 BLOCKS_PER_UNIT = 2  # copy blocks a compute unit, each with 16 KiB in flight: a link's bandwidth times its latency is some 100 KiB
 
 # Activation type, row format: what has a kernel.
@@ -74,13 +75,14 @@ def store_rows(
     row_format: RowFormat,
     latent: int,
     rope: int | None = None,
+    column: int = 0,
     error: Array | None = None,
 ) -> None:
     """Writes row r of x, [latent | rope], to the row reference refs[r] in `row_format`; a reference of 0 is skipped.
 
-    x [rows, columns] T, columns past latent + rope are ignored (rope None: all columns); refs [rows] u64, distinct; error [1] u32, needed by
-    q8g64 and unused by the others: set to the largest 1 + r whose row holds a value that is not finite, or a scale above 65,504 (a magnitude
-    from 65,520 * 127 on); it is never cleared here, and such a row's bytes are unspecified.
+    x [rows, columns] T, read from `column` on, columns past latent + rope are ignored (rope None: all columns from there); refs [rows] u64,
+    distinct; error [1] u32, needed by q8g64 and unused by the others: set to the largest 1 + r whose row holds a value that is not finite, or a
+    scale above 65,504 (a magnitude from 65,520 * 127 on); it is never cleared here, and such a row's bytes are unspecified.
     T and format: f32 and f32, bf16 and bf16, or either and q8g64. q8g64, per 64 latent values: scale = f16(amax / 127), one f16 step up
     if a value would round past 127 (subnormal scales only); q = rint(x / scale), ties to even; rope as bf16. Raises ContractError.
     """
@@ -88,16 +90,19 @@ def store_rows(
     d.match("x", x, "rows", "columns", dtype=(DType.F32, DType.BF16))
     d.match("refs", refs, "rows", dtype=DType.U64)
     name = format_variant("store_rows", x.dtype, row_format)
-    rope = d["columns"] - latent if rope is None else rope
+    left = d["columns"] - column
+    d.require(0 <= column < d["columns"], f"column is {column}, expected 0 to {d['columns'] - 1} (bound by x dim 1)")
+    rope = left - latent if rope is None else rope
     d.require(latent >= 1 and rope >= 0, f"latent is {latent}, rope {rope}, expected at least 1 and 0")
-    d.require(latent + rope <= d["columns"], f"latent + rope is {latent + rope}, expected at most columns={d['columns']} (bound by x dim 1)")
+    behind = f" - {column}" if column else ""
+    d.require(latent + rope <= left, f"latent + rope is {latent + rope}, expected at most columns={d['columns']}{behind} (bound by x dim 1)")
     quantised = row_format is RowFormat.Q8G64
     if quantised:
         d.require(error is not None, "error is None, expected a [1] u32 array: q8g64 reports values that are not finite there")
     if error is not None:
         d.match("error", error, 1, dtype=DType.U32)
     args = store_rows_args(
-        x=x.address,
+        x=x.address + column * x.dtype.item_bytes,
         refs=refs.address,
         error=error.address if quantised and error is not None else None,
         x_stride=d["columns"],
@@ -266,3 +271,66 @@ def gather_plane(
 
 def cost_gather_plane(rows: int, row_bytes: int) -> Cost:
     return Cost(bytes=2 * rows * row_bytes, flops=0)
+
+
+def _match_read(d: Dims, plan: Array, index: Array | None, out: Array, row_bytes: int) -> read_rows_args:
+    """Matches what both readers take; out [rows, k, ...] has bound rows and k."""
+    d.match("plan", plan, "rows", "plan_k", dtype=DType.U64)
+    if index is None:
+        d.require(d["k"] == d["plan_k"], f"out dim 1 is {d['k']}, expected plan_k={d['plan_k']} (bound by plan dim 1): index is None")
+    else:
+        d.match("index", index, "rows", "k", dtype=DType.I32)
+    return read_rows_args(
+        plan=plan.address,
+        index=None if index is None else index.address,
+        out=out.address,
+        k=d["k"],
+        plan_k=d["plan_k"],
+        row_bytes=row_bytes,
+    )
+
+
+def read_rows(
+    stream: Stream,
+    plan: Array,
+    index: Array | None,
+    out: Array,
+    *,
+    offsets: Offsets,
+    row_format: RowFormat,
+    latent: int,
+) -> None:
+    """out[r, i] = the values of the row that plan[r, index[r, i]] refers to; zeros for a reference of 0.
+
+    plan [rows, plan_k] u64; index [rows, k] i32 in [0, plan_k), unchecked, or None: out has k = plan_k; out [rows, k, latent + rope] T, f32
+    or bf16 (one rounding, to nearest even). Any row format with any T. Raises ContractError.
+    """
+    d = Dims("read_rows")
+    d.match("out", out, "rows", "k", "width", dtype=(DType.F32, DType.BF16))
+    rope = d["width"] - latent
+    d.require(latent >= 1 and rope >= 0, f"latent is {latent}, rope {rope}, expected at least 1 and 0")
+    args = _match_read(d, plan, index, out, row_size("read_rows", row_format, latent, rope))
+    args.latent, args.rope = latent, rope
+    args.offsets[:] = space_offsets("read_rows", offsets)
+    name = f"read_rows_{row_format.value}_{out.dtype.label}"
+    block = stream.device.kernel(name).block
+    launch(stream, name, (ceil_div(d["k"] * ceil_div(d["width"], READ_UNIT), block), d["rows"], 1), args)
+
+
+def copy_rows(stream: Stream, plan: Array, index: Array | None, out: Array, *, offsets: Offsets) -> None:
+    """out[r, i] = the bytes of the row that plan[r, index[r, i]] refers to; zeros for a reference of 0.
+
+    plan, index as for `read_rows`; out [rows, k, row_bytes] u8, row_bytes a multiple of 16. Raises ContractError.
+    """
+    d = Dims("copy_rows")
+    d.match("out", out, "rows", "k", "row_bytes", dtype=DType.U8)
+    d.require(d["row_bytes"] % 16 == 0 and out.address % 16 == 0, f"out dim 2 is {d['row_bytes']} at {out.address:#x}, expected multiples of 16")
+    args = _match_read(d, plan, index, out, d["row_bytes"])
+    args.offsets[:] = space_offsets("copy_rows", offsets)
+    block = stream.device.kernel("copy_rows").block
+    launch(stream, "copy_rows", (ceil_div(d["k"] * (d["row_bytes"] // 16), block), d["rows"], 1), args)
+
+
+def cost_read_rows(rows: int, k: int, row_bytes: int, out_bytes: int) -> Cost:
+    """out_bytes: of one row of the output. Source rows are counted once an entry, also where they repeat."""
+    return Cost(bytes=rows * k * (row_bytes + out_bytes + 12), flops=0)

@@ -22,7 +22,7 @@ constexpr uint32_t LATENT_MAX = 512;
 constexpr uint32_t WIDTH_MAX = 576;
 constexpr uint32_t STRIDE = WIDTH_MAX + 1;  // odd: work-items on different rows meet different LDS banks
 constexpr uint32_t LANES = THREADS / TILE;  // work-items that copy a row
-constexpr uint32_t UNIT = 8;                // values a work-item copies in one go
+constexpr uint32_t UNIT = ROW_UNIT;         // values a work-item copies in one go
 constexpr uint32_t COLUMNS = LATENT_MAX / THREADS;  // output columns a work-item
 
 constexpr uint32_t OWNERS = TILE * HEADS;    // work-items of the softmax
@@ -42,44 +42,6 @@ template <class T> DEVICE void stage_query(const attend_args& a, uint32_t row, u
     query[(i / width) * STRIDE + c] = v;
   }
 }
-
-// A row format: bytes of a row, and its values [c, c + UNIT) as f32, c a multiple of UNIT; fewer where the row ends. Rows are multiples of
-// 16 bytes at multiples of 16.
-template <class T> struct plain_row {
-  DEVICE uint32_t bytes(uint32_t latent, uint32_t rope) { return (latent + rope) * (uint32_t)sizeof(T); }
-  DEVICE void load(const uint8_t* row, uint32_t latent, uint32_t rope, uint32_t c, float* to) {
-    constexpr uint32_t PER_WORD = 16 / sizeof(T);
-    UNROLL
-    for (uint32_t i = 0; i < UNIT; i += PER_WORD) {
-      if (c + i >= latent + rope) return;
-      words16 word = *(const words16*)(row + (c + i) * sizeof(T));
-      UNROLL
-      for (uint32_t j = 0; j < PER_WORD; j++) {
-        if (sizeof(T) == 4) to[i + j] = float_of(word.w[j]);
-        else to[i + j] = float_of(j % 2 ? word.w[j / 2] & 0xffff0000u : word.w[j / 2] << 16);
-      }
-    }
-  }
-};
-
-struct q8g64_row {
-  DEVICE uint32_t bytes(uint32_t latent, uint32_t rope) { return q8_rope_offset(latent) + rope * 2; }
-  DEVICE void load(const uint8_t* row, uint32_t latent, uint32_t rope, uint32_t c, float* to) {
-    if (c < latent) {
-      float scale = f16_to_f32(((const uint16_t*)(row + latent))[c / Q8_GROUP]);
-      uint64_t values = *(const uint64_t*)(row + c);
-      UNROLL
-      for (uint32_t i = 0; i < UNIT; i++) to[i] = (float)(int8_t)(values >> (8 * i)) * scale;
-      return;
-    }
-    const bf16* tail = (const bf16*)(row + q8_rope_offset(latent)) + (c - latent);
-    uint32_t rest = latent + rope - c;
-    UNROLL
-    for (uint32_t i = 0; i < UNIT; i++) {
-      if (i < rest) to[i] = bf16_to_f32(tail[i]);
-    }
-  }
-};
 
 // Copies history rows [first, first + TILE) of the plan into LDS; rows past `count` become zeros, since a weight of 0 must not meet a NaN.
 // One wave or half a wave a row, eight values a work-item in turn: full lines on the device, vectors on the host.
@@ -178,10 +140,10 @@ template <class T, class Row> DEVICE void attend(const attend_args& a) {
 }  // namespace mla
 
 // LAUNCH attend_f32_f32 block=256 heads=8 tile=8 latent_max=512 width_max=576
-KERNEL(attend_f32_f32, attend_args, 256) { mla::attend<float, mla::plain_row<float>>(a); }
+KERNEL(attend_f32_f32, attend_args, 256) { mla::attend<float, plain_row<float>>(a); }
 // LAUNCH attend_bf16_bf16 block=256 heads=8 tile=8 latent_max=512 width_max=576
-KERNEL(attend_bf16_bf16, attend_args, 256) { mla::attend<bf16, mla::plain_row<bf16>>(a); }
+KERNEL(attend_bf16_bf16, attend_args, 256) { mla::attend<bf16, plain_row<bf16>>(a); }
 // LAUNCH attend_f32_q8g64 block=256 heads=8 tile=8 latent_max=512 width_max=576
-KERNEL(attend_f32_q8g64, attend_args, 256) { mla::attend<float, mla::q8g64_row>(a); }
+KERNEL(attend_f32_q8g64, attend_args, 256) { mla::attend<float, q8g64_row>(a); }
 // LAUNCH attend_bf16_q8g64 block=256 heads=8 tile=8 latent_max=512 width_max=576
-KERNEL(attend_bf16_q8g64, attend_args, 256) { mla::attend<bf16, mla::q8g64_row>(a); }
+KERNEL(attend_bf16_q8g64, attend_args, 256) { mla::attend<bf16, q8g64_row>(a); }

@@ -3,6 +3,7 @@
 //   fetch_rows   rows of the fetch lists, from host extents into hot slots or staging rows, for several planes
 //   copy_planes  one stretch of bytes of every plane: copy-back of a batch of rows, and what a fork shares
 //   gather_plane one plane of a session's extents into a linear buffer
+//   read_rows    planned rows of one layer as values, copy_rows as bytes: for readers that are not our attention
 // q8g64, per group of 64 latent values: scale = f16(amax / 127), one f16 step up where a value would round past 127 with it; that happens among
 // the f16 subnormals alone (a scale that rounds to 0 included), since a normal f16 is within 2^-11 of amax / 127. q = rint(x / scale), ties to
 // even. All zeros: scale 0. A group that is not finite, or whose scale exceeds 65,504, is an error and is stored as zeros.
@@ -153,6 +154,30 @@ template <uint32_t N> DEVICE void fetch_words(const FetchRound& r, uint32_t firs
   }
 }
 
+// Where entry i of the query row of this block lies; null for a reference of 0.
+DEVICE const uint8_t* planned_row(const read_rows_args& a, uint32_t i) {
+  uint64_t row = block_y();
+  uint32_t at = a.index ? (uint32_t)((const int32_t*)a.index)[row * a.k + i] : i;
+  uint64_t ref = ((const uint64_t*)a.plan)[row * a.plan_k + at];
+  return ref ? row_pointer<const uint8_t>(ref, a.offsets, a.row_bytes) : nullptr;
+}
+
+// The entries of a query row form one sequence of units of eight values, so that every work-item has work at any width.
+template <class Row, class T> DEVICE void read_values(const read_rows_args& a) {
+  uint32_t width = a.latent + a.rope, units = (width + ROW_UNIT - 1) / ROW_UNIT;
+  uint64_t unit = (uint64_t)block_x() * COPY_THREADS + thread_id();
+  if (unit >= (uint64_t)a.k * units) return;
+  uint32_t i = (uint32_t)(unit / units), c = (uint32_t)(unit % units) * ROW_UNIT;
+  const uint8_t* from = planned_row(a, i);
+  float v[ROW_UNIT] = {};
+  if (from) Row::load(from, a.latent, a.rope, c, v);
+  T* to = (T*)a.out + ((uint64_t)block_y() * a.k + i) * width + c;
+  UNROLL
+  for (uint32_t j = 0; j < ROW_UNIT; j++) {
+    if (c + j < width) store_f32(to + j, v[j]);
+  }
+}
+
 }  // namespace history_rows
 
 // Grid: rows.
@@ -208,4 +233,31 @@ KERNEL(gather_plane, gather_plane_args, 256) {
   uint64_t done = (uint64_t)extent * a.extent_rows * a.row_bytes;
   const words16* from = pointer_from<const words16>(((const uint64_t*)a.table)[extent] + a.plane_offset_bytes, bytes);
   history_rows::copy_stretch(from, pointer_from<words16>((uint64_t)a.target + done, bytes), bytes / 16, a.blocks);
+}
+
+// Grid: (ceil(k * ceil(width / 8) / 256), rows).
+// LAUNCH read_rows_f32_f32 block=256
+KERNEL(read_rows_f32_f32, read_rows_args, 256) { history_rows::read_values<plain_row<float>, float>(a); }
+// LAUNCH read_rows_f32_bf16 block=256
+KERNEL(read_rows_f32_bf16, read_rows_args, 256) { history_rows::read_values<plain_row<float>, bf16>(a); }
+// LAUNCH read_rows_bf16_f32 block=256
+KERNEL(read_rows_bf16_f32, read_rows_args, 256) { history_rows::read_values<plain_row<bf16>, float>(a); }
+// LAUNCH read_rows_bf16_bf16 block=256
+KERNEL(read_rows_bf16_bf16, read_rows_args, 256) { history_rows::read_values<plain_row<bf16>, bf16>(a); }
+// LAUNCH read_rows_q8g64_f32 block=256
+KERNEL(read_rows_q8g64_f32, read_rows_args, 256) { history_rows::read_values<q8g64_row, float>(a); }
+// LAUNCH read_rows_q8g64_bf16 block=256
+KERNEL(read_rows_q8g64_bf16, read_rows_args, 256) { history_rows::read_values<q8g64_row, bf16>(a); }
+
+// Grid: (ceil(k * row_bytes / 16 / 256), rows).
+// LAUNCH copy_rows block=256
+KERNEL(copy_rows, read_rows_args, 256) {
+  using namespace history_rows;
+  uint32_t words = a.row_bytes / 16;
+  uint64_t word = (uint64_t)block_x() * COPY_THREADS + thread_id();
+  if (word >= (uint64_t)a.k * words) return;
+  uint32_t i = (uint32_t)(word / words), data[4] = {};
+  const uint8_t* from = planned_row(a, i);
+  if (from) load_words((const words16*)from + word % words, data);
+  store_words((words16*)a.out + (uint64_t)block_y() * a.k * words + word, data);
 }

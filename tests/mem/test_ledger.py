@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm53.errors import Glm53Error
-from glm53.mem.ledger import HOST, Balance, ChargeError, LeakError, Ledger, LedgerRow, ReleaseError, device_place
+from glm53.mem.ledger import HOST, Balance, ChargeError, LeakError, Ledger, ReleaseError, device_place
 
 PLACES = [HOST, device_place(0), device_place(1)]
 CATEGORIES = ["weights", "rows"]
@@ -86,19 +86,12 @@ def test_leak_lists_every_account_that_differs() -> None:
     ledger.conserved(before)
 
 
-def test_table_shows_the_largest_first_and_peaks_of_emptied_accounts() -> None:
+def test_accounts_by_place_and_peaks_of_emptied_ones() -> None:
     ledger = Ledger()
-    for category, size in [("tables", 10), ("rows", 300), ("cached", 50)]:
-        ledger.charge("device 0", category, size)
-    ledger.release("device 0", "cached", 50)
-    assert ledger.rows() == [
-        LedgerRow("device 0", "rows", 300, 300, 1),
-        LedgerRow("device 0", "tables", 10, 10, 1),
-        LedgerRow("device 0", "cached", 0, 50, 0),
-        LedgerRow("device 0", "total", 310, 360, 2),
-    ]
-    ledger.reset_peaks()
-    assert ledger.peak("device 0") == 310 and ledger.peak("device 0", "cached") == 0 and ledger.places == ["device 0"]
+    for in_host, category, size in [(False, "tables", 10), (True, "rows", 300), (False, "cached", 50), (False, "cached", -50)]:
+        ledger.count("device 0", in_host, category, size)
+    assert ledger.by_place() == {"device 0": {"tables": 10}, HOST: {"rows": 300}}
+    assert ledger.peak("device 0") == 60 and ledger.peak("device 0", "cached") == 50 and ledger.places == ["device 0", HOST]
     ledger.check()
 
 

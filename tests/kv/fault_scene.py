@@ -1,0 +1,200 @@
+"""One session's life on the host tier, in which the n-th call of one HIP API fails, beside a session that must not notice.
+
+Used by the tests (a sample of every API's calls) and by `scripts/soak` (all of them).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from glm53 import Engine
+from glm53.errors import DeviceMemoryError, HipError
+from glm53.hip import runtime
+from glm53.kv import HostTier
+
+VOCAB = 64
+SETTINGS: dict[str, Any] = {
+    "dtype": "f32",
+    "kv_tier": "host",
+    "hot_rows": 192 + 40,
+    "context_rows_max": 512,
+    "extent_rows": 64,
+    "prefill_chunk_rows": 128,
+    "sessions_max": 2,
+    "host_chunk_mib": 2,
+}
+CHECKPOINT = {"layers": 4, "vocab": VOCAB, "topk": 32, "seed": 7}
+KINDS = ("allocations", "allocated_bytes", "host_allocations", "registrations", "streams", "events", "queued")
+
+# APIs that a warm engine calls all the time, and those that only a fresh one calls. The values: settings that make it call them.
+STEADY: dict[str, dict[str, Any]] = {
+    "hipMalloc": {},
+    "hipMemcpyAsync": {},
+    "hipMemcpy2DAsync": {},
+    "hipMemsetAsync": {},
+    "hipModuleLaunchKernel": {},
+    "hipEventCreateWithFlags": {},
+    "hipEventRecord": {},
+    "hipEventSynchronize": {},
+    "hipEventQuery": {},
+    "hipStreamWaitEvent": {},
+    "hipStreamSynchronize": {},
+}
+FRESH: dict[str, dict[str, Any]] = {
+    "hipMalloc": {},
+    "hipHostRegister": {},
+    "hipHostGetDevicePointer": {},
+    "hipHostMalloc": {"host_memory": "hostmalloc"},
+}
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return [(i * 37 + seed * 11 + i * i % 7) % VOCAB for i in range(count)]
+
+
+# The prompt fits the hot buffer, then it streams; steps miss; a short append goes through the hot cache; rollbacks cross copies and extents.
+CALLS: list[tuple[str, Any]] = [
+    ("prefill", ids(1, 130)),
+    ("step", ids(2, 3)),
+    ("prefill", ids(3, 120)),
+    ("step", ids(4, 2)),
+    ("step", ids(5, 8)),
+    ("prefill", ids(6, 5)),
+    ("settle", None),
+    ("truncate", 250),
+    ("step", ids(7, 8)),
+    ("truncate", 120),
+    ("prefill", ids(8, 80)),
+    ("step", ids(9, 1)),
+]
+BYSTANDER_PROMPT, BYSTANDER_STEP = ids(20, 260), ids(21, 3)
+
+
+def control() -> ctypes.CDLL:
+    """The cpu runtime's own symbols."""
+    library = runtime.control()
+    library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
+    library.glm53_cpu_calls.argtypes, library.glm53_cpu_calls.restype = (ctypes.c_char_p,), ctypes.c_uint64
+    library.glm53_cpu_live.argtypes, library.glm53_cpu_live.restype = (ctypes.c_char_p,), ctypes.c_uint64
+    return library
+
+
+def live() -> dict[str, int]:
+    return {kind: control().glm53_cpu_live(kind.encode()) for kind in KINDS}
+
+
+class Scene:
+    """An engine with a session that stays open; `play` runs the calls in another one."""
+
+    def __init__(self, path: Path, **settings: Any):
+        self.engine = Engine.open(path, **SETTINGS | settings)
+        assert isinstance(self.engine.tier, HostTier)
+        self.tier = self.engine.tier
+        self.bystander = self.engine.session()
+        self.bystander.prefill(BYSTANDER_PROMPT)
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.engine.close()
+
+    def play(self) -> tuple[list[np.ndarray], list[str]]:
+        """Results of the calls, and the errors met. A call that fails is made again; it must have left the session as it was."""
+        found: list[np.ndarray] = []
+        errors: list[str] = []
+        session = self._attempt(self.engine.session, errors)
+        for kind, value in CALLS:
+            rows = session.rows
+            call = (lambda: self.tier.settle(session.slot)) if kind == "settle" else (lambda kind=kind, value=value: getattr(session, kind)(value))
+            try:
+                result = call()
+            except (HipError, DeviceMemoryError) as error:
+                errors.append(f"{kind}: {error}")
+                assert session.rows == (value if kind == "truncate" else rows), f"{kind} failed and left {session.rows} of {rows} rows"
+                self.tier.check()
+                self.engine.keys.check()
+                result = call()
+            if result is not None:
+                found.append(result)
+        self._attempt(session.close, errors, again=False)
+        return found, errors
+
+    def _attempt(self, call: Any, errors: list[str], again: bool = True) -> Any:
+        try:
+            return call()
+        except (HipError, DeviceMemoryError) as error:
+            errors.append(str(error))
+            return call() if again else None
+
+    def bystand(self) -> np.ndarray:
+        """A step of the other session, taken back at once."""
+        logits = self.bystander.step(BYSTANDER_STEP)
+        self.bystander.truncate(len(BYSTANDER_PROMPT))
+        return logits
+
+    def quiet(self) -> tuple[dict[str, int], int]:
+        """Live objects of the runtime once nothing is under way, and extents in use."""
+        self.tier.settle(self.bystander.slot)
+        for stream in (self.engine._stream, self.tier.copy_stream, self.tier.side_stream):
+            stream.synchronize()
+        return live(), self.tier.pool.used
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an undisturbed run gives."""
+
+    results: list[np.ndarray]
+    bystander: np.ndarray
+    calls: dict[str, int]  # of each API in `Scene.play`, on a warm engine
+    calls_fresh: dict[str, int]  # and on a fresh one, the first session included
+
+
+def undisturbed(path: Path) -> Expected:
+    count = lambda api: int(control().glm53_cpu_calls(api.encode()))
+    fresh = {}
+    for method in ({}, {"host_memory": "hostmalloc"}):
+        with Scene(path, **method) as scene:
+            before = {api: count(api) for api in FRESH}
+            results, errors = scene.play()
+            scene.tier.host._ahead.close()
+            assert not errors
+            fresh |= {api: count(api) - before[api] for api, settings in FRESH.items() if settings == method}
+            bystander = scene.bystand()
+            before = {api: count(api) for api in STEADY}
+            scene.play()
+            calls = {api: count(api) - before[api] for api in STEADY}
+    return Expected(results, bystander, calls, fresh)
+
+
+def fail(scene: Scene, api: str, nth: int, expected: Expected, conserved: bool) -> str:
+    """Plays the calls with the nth call of `api` failing, and asserts what must hold after. "raised", or "survived" if nothing was raised.
+
+    conserved: the scene was played before, so that nothing is allocated for good any more.
+    """
+    label = f"{api} {nth}"
+    before, accounts = scene.quiet(), scene.engine.ledger.snapshot()
+    control().glm53_cpu_fail(api.encode(), nth, 2)
+    try:
+        results, errors = scene.play()
+    finally:
+        control().glm53_cpu_fail(api.encode(), 0, 0)
+    scene.tier.check()
+    scene.engine.keys.check()
+    scene.engine.ledger.check()
+    assert len(errors) <= 1, f"{label}: one call failed and {errors} were raised"
+    for index, (want, got) in enumerate(zip(expected.results, results, strict=True)):
+        np.testing.assert_array_equal(want, got, err_msg=f"{label}, result {index}, after {errors}")
+    np.testing.assert_array_equal(scene.bystand(), expected.bystander, err_msg=f"{label}: the other session, after {errors}")
+    if conserved:
+        assert scene.quiet() == before, f"{label}: {errors}"
+        scene.engine.ledger.conserved(accounts)
+    else:
+        assert scene.quiet()[1] == before[1], f"{label}: {errors}"
+    return "raised" if errors else "survived"
