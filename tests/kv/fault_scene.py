@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from glm53 import Engine
+from glm53.engine import Session
 from glm53.errors import DeviceMemoryError, HipError
 from glm53.hip import runtime
 from glm53.kv import HostTier
@@ -78,6 +79,7 @@ BYSTANDER_PROMPT, BYSTANDER_STEP = ids(20, 260), ids(21, 3)
 def control() -> ctypes.CDLL:
     """The cpu runtime's own symbols."""
     library = runtime.control()
+    library.glm53_cpu_seed.argtypes = (ctypes.c_uint64, ctypes.c_int)
     library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
     library.glm53_cpu_calls.argtypes, library.glm53_cpu_calls.restype = (ctypes.c_char_p,), ctypes.c_uint64
     library.glm53_cpu_live.argtypes, library.glm53_cpu_live.restype = (ctypes.c_char_p,), ctypes.c_uint64
@@ -104,13 +106,18 @@ class Scene:
     def __exit__(self, *_exception: object) -> None:
         self.engine.close()
 
-    def play(self) -> tuple[list[np.ndarray], list[str]]:
-        """Results of the calls, and the errors met. A call that fails is made again; it must have left the session as it was."""
+    def play(self, probes: list[np.ndarray], record: bool = False) -> tuple[list[np.ndarray], list[str]]:
+        """Results of the calls, and the errors met. A call that fails must have left the session as it was; it is made again after a probe.
+
+        probes: logits of a step, taken back, before each call: written if `record`, else what a probe after an error must give.
+        """
         found: list[np.ndarray] = []
         errors: list[str] = []
         session = self._attempt(self.engine.session, errors)
-        for kind, value in CALLS:
+        for index, (kind, value) in enumerate(CALLS):
             rows = session.rows
+            if record:
+                probes.append(self._probe(session))
             call = (lambda: self.tier.settle(session.slot)) if kind == "settle" else (lambda kind=kind, value=value: getattr(session, kind)(value))
             try:
                 result = call()
@@ -119,6 +126,8 @@ class Scene:
                 assert session.rows == (value if kind == "truncate" else rows), f"{kind} failed and left {session.rows} of {rows} rows"
                 self.tier.check()
                 self.engine.keys.check()
+                expected = probes[index + (kind == "truncate")]
+                np.testing.assert_array_equal(self._probe(session), expected, err_msg=f"a step after {errors}")
                 result = call()
             if result is not None:
                 found.append(result)
@@ -132,11 +141,15 @@ class Scene:
             errors.append(str(error))
             return call() if again else None
 
+    def _probe(self, session: Session) -> np.ndarray:
+        rows = session.rows
+        logits = session.step(BYSTANDER_STEP)
+        session.truncate(rows)
+        return logits
+
     def bystand(self) -> np.ndarray:
         """A step of the other session, taken back at once."""
-        logits = self.bystander.step(BYSTANDER_STEP)
-        self.bystander.truncate(len(BYSTANDER_PROMPT))
-        return logits
+        return self._probe(self.bystander)
 
     def quiet(self) -> tuple[dict[str, int], int]:
         """Live objects of the runtime once nothing is under way, and extents in use."""
@@ -151,6 +164,7 @@ class Expected:
     """What an undisturbed run gives."""
 
     results: list[np.ndarray]
+    probes: list[np.ndarray]  # see `Scene.play`
     bystander: np.ndarray
     calls: dict[str, int]  # of each API in `Scene.play`, on a warm engine
     calls_fresh: dict[str, int]  # and on a fresh one, the first session included
@@ -162,29 +176,37 @@ def undisturbed(path: Path) -> Expected:
     for method in ({}, {"host_memory": "hostmalloc"}):
         with Scene(path, **method) as scene:
             before = {api: count(api) for api in FRESH}
-            results, errors = scene.play()
+            results, errors = scene.play([])
             scene.tier.host._ahead.close()
             assert not errors
             fresh |= {api: count(api) - before[api] for api, settings in FRESH.items() if settings == method}
             bystander = scene.bystand()
             before = {api: count(api) for api in STEADY}
-            scene.play()
+            scene.play([])
             calls = {api: count(api) - before[api] for api in STEADY}
-    return Expected(results, bystander, calls, fresh)
+    probes: list[np.ndarray] = []
+    with Scene(path) as scene:
+        scene.play(probes, record=True)
+    return Expected(results, probes, bystander, calls, fresh)
 
 
 def fail(scene: Scene, api: str, nth: int, expected: Expected, conserved: bool) -> str:
-    """Plays the calls with the nth call of `api` failing, and asserts what must hold after. "raised", or "survived" if nothing was raised.
+    """Plays the calls with the nth call of `api` failing, and asserts what must hold after.
 
+    "raised", "survived" if nothing was raised, or "not reached": how often an API is called may depend on the schedule.
     conserved: the scene was played before, so that nothing is allocated for good any more.
     """
     label = f"{api} {nth}"
     before, accounts = scene.quiet(), scene.engine.ledger.snapshot()
+    made = control().glm53_cpu_calls(api.encode())
+    control().glm53_cpu_seed(nth, 1)  # work left on a stream by the failed call then runs late
     control().glm53_cpu_fail(api.encode(), nth, 2)
     try:
-        results, errors = scene.play()
+        results, errors = scene.play(expected.probes)
     finally:
         control().glm53_cpu_fail(api.encode(), 0, 0)
+        control().glm53_cpu_seed(0, 0)
+    reached = control().glm53_cpu_calls(api.encode()) - made >= nth
     scene.tier.check()
     scene.engine.keys.check()
     scene.engine.ledger.check()
@@ -197,4 +219,4 @@ def fail(scene: Scene, api: str, nth: int, expected: Expected, conserved: bool) 
         scene.engine.ledger.conserved(accounts)
     else:
         assert scene.quiet()[1] == before[1], f"{label}: {errors}"
-    return "raised" if errors else "survived"
+    return "raised" if errors else "survived" if reached else "not reached"

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
-from glm53.errors import DeviceMemoryError
+from glm53.errors import DeviceMemoryError, HipError
 from glm53.hip import Device, runtime
 from glm53.kv import HostTier, HostTierConfig, RowLayout, RowStore
 from glm53.kv import slabs as slabs_module
@@ -170,3 +171,43 @@ def test_closing_waits_for_the_slab_on_its_way(device: Device, ledger: Ledger) -
     threading.Timer(0.05, going.set).start()
     ahead.close()
     assert ledger.total(HOST) == 0 and ledger.peak(HOST) == CHUNK
+
+
+@pytest.mark.parametrize("api", ["hipEventCreateWithFlags", "hipMemcpyAsync", "hipEventRecord"])
+def test_a_table_that_could_not_be_sent_is_sent_by_the_next_reserve(api: str, device: Device, control: ctypes.CDLL) -> None:
+    stream = device.stream()
+    store = RowStore(device, stream, ExtentShape(64, 1, 16), 2, 1024, "index keys")
+    slot = store.open()
+    store.reserve(slot, 64)
+    control.glm53_cpu_fail(api.encode(), 1, 2)
+    with pytest.raises(HipError, match=api):
+        store.reserve(slot, 200)
+    store.check()
+    store.reserve(slot, 200)
+    np.testing.assert_array_equal(store.tables.numpy(stream)[slot, :4], store._histories[slot].addresses)
+    store.free()
+
+
+@pytest.mark.parametrize("api", ["hipEventCreateWithFlags", "hipMemcpyAsync", "hipEventRecord"])
+def test_a_session_is_made_whole_before_its_next_use(api: str, device: Device, control: ctypes.CDLL) -> None:
+    """What the failed call left on a stream is waited for, the extents it took are given back, and the next one sends its table."""
+    tier = HostTier(device, device.stream(), LAYOUT, HostTierConfig(rows_max=1 << 14, **SIZES))
+    slot = tier.open()
+    session = tier.sessions[slot]
+    tier.reserve(session, 1024)
+    control.glm53_cpu_fail(api.encode(), 1, 2)
+    with pytest.raises(HipError, match=api):
+        tier.reserve(session, 5000)
+    control.glm53_cpu_seed(ctypes.c_uint64(1), 1)
+    try:
+        for _ in range(200):
+            tier.side_stream.fill(tier.staging.address, 1, tier.staging.byte_count)
+        tier._ready([slot])
+        assert tier.side_stream.query(), "work of a failed call is still under way"
+    finally:
+        control.glm53_cpu_seed(ctypes.c_uint64(0), 0)
+    tier.check()
+    assert tier.pool.used == 0, "a session without rows keeps extents"
+    tier.reserve(session, 5000)
+    np.testing.assert_array_equal(tier.tables.numpy(tier.stream)[slot, :5], session.history.addresses)
+    tier.free()
