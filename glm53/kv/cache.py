@@ -41,7 +41,7 @@ class GatherPass(StepPass):
     def start(self) -> None:
         tier = self.tier
         slots = [slot for slot, _, _ in self.runs]
-        tier._ready(slots)
+        tier.ready(slots)
         self.fetches = any(not tier.sessions[slot].full for slot in slots)
         self.round_starts.upload(np.array([0, *(last for _, _, last in self.runs)], np.int32), tier.stream)
         self.round_sessions.upload(np.array(slots, np.int32), tier.stream)

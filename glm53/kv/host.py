@@ -211,7 +211,7 @@ class HostTier:
     def begin(self, rows: PassRows, prefill: bool) -> Pass:
         """See `Tier`. Raises with the histories as they were; only `InputError` and `DeviceMemoryError` leave their caches untouched."""
         runs = rows.runs
-        self._ready([slot for slot, _, _ in runs])
+        self.ready([slot for slot, _, _ in runs])
         for slot, first, last in runs:
             session = self.sessions[slot]
             self.poll(session)
@@ -239,7 +239,7 @@ class HostTier:
         """Keeps the first `rows` rows: waits for copies of the others, makes their slots unfindable in stream order. Done also where it raises."""
         session = self.sessions[slot]
         try:
-            self._ready([slot])
+            self.ready([slot])
             rollback = session.rollback = session.history.truncate(rows)
             for batch in rollback.wait_for:
                 while any(pending == batch for pending, _ in session.copies):
@@ -258,7 +258,7 @@ class HostTier:
     def settle(self, slot: int) -> None:
         """Brings every row of the session to host memory and waits for it: committed rows equal logical rows after."""
         session = self.sessions[slot]
-        self._ready([slot])
+        self.ready([slot])
         try:
             self.bring_home(session)
         except BaseException:
@@ -286,7 +286,7 @@ class HostTier:
         assert 0 <= rows <= session.rows, f"drop to {rows} of {session.rows} rows"
         session.kept_rows, session.unsure, self._undrained = rows, True, True
 
-    def _ready(self, slots: list[int]) -> None:
+    def ready(self, slots: list[int]) -> None:
         """Before any work: what failed calls left behind is waited for, and these sessions are whole again."""
         if self._undrained:
             self._drain()

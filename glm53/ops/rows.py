@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 ADDRESS_LIMIT = 1 << 64
 LIST_WORDS_LIMIT = 1 << 31  # 16-byte words of one fetch list
 READ_UNIT = 8  # values a work-item of read_rows reads; ROW_UNIT of row_format.h
-BLOCKS_PER_UNIT = 2  # copy blocks a compute unit, each with 16 KiB in flight: a link's bandwidth times its latency is some 100 KiB
+# Copy blocks a compute unit, of one part and of all parts together; each block has 16 KiB in flight. Measured on an H200 (docs/measured.md): a
+# fetch of 4 planes with 8 blocks a unit takes 0.58 times what it takes with 2, one of 1 plane gains nothing beyond 2.
+BLOCKS_PER_UNIT = 2
+BLOCKS_PER_UNIT_MAX = 8
 
 # Activation type, row format: what has a kernel.
 FORMATS = {
@@ -60,9 +63,10 @@ def byte_size(memory: Array | Buffer) -> int:
 
 
 def copy_blocks(device: Device, word_count: int, parts: int, words_per_block: int) -> int:
-    """Grid x of a copy of `word_count` 16-byte words in each of `parts` parts: enough for the work, at most BLOCKS_PER_UNIT a compute unit
-    over all parts."""
-    most = max(1, BLOCKS_PER_UNIT * device.properties.compute_units // parts)
+    """Grid x of a copy of `word_count` 16-byte words in each of `parts` parts: enough for the work, at most BLOCKS_PER_UNIT a compute unit for
+    a part and BLOCKS_PER_UNIT_MAX for all of them."""
+    units = device.properties.compute_units
+    most = max(1, min(BLOCKS_PER_UNIT * units, BLOCKS_PER_UNIT_MAX * units // parts))
     return max(1, min(most, ceil_div(word_count, words_per_block)))
 
 

@@ -142,6 +142,8 @@ def test_blocks_follow_the_work_and_the_device(device: Device) -> None:
     assert rows.copy_blocks(device, 1, 1, 1024) == 1
     assert rows.copy_blocks(device, 1025, 1, 1024) == min(2, most)
     assert rows.copy_blocks(device, 1 << 40, 1, 1024) == most
+    assert rows.copy_blocks(device, 1 << 40, 4, 1024) == most
+    assert rows.copy_blocks(device, 1 << 40, 8, 1024) == device.properties.compute_units
     assert rows.copy_blocks(device, 1 << 40, 10 * most, 1024) == 1
 
 

@@ -202,7 +202,7 @@ def test_a_session_is_made_whole_before_its_next_use(api: str, device: Device, c
     try:
         for _ in range(200):
             tier.side_stream.fill(tier.staging.address, 1, tier.staging.byte_count)
-        tier._ready([slot])
+        tier.ready([slot])
         assert tier.side_stream.query(), "work of a failed call is still under way"
     finally:
         control.glm53_cpu_seed(ctypes.c_uint64(0), 0)
