@@ -175,13 +175,42 @@ DEVICE uint32_t give_slots(const hot_plan_args& a, const round_of_group& g, uint
 }
 
 // Completes the fetch list: where each miss comes from, and a staging row for those without a slot, which are not cached.
+// As above, the loads of all items come before the first store: otherwise each would wait for the one before it.
 DEVICE void complete_list(const hot_plan_args& a, const round_of_group& g, uint32_t given, uint32_t misses) {
-  for (uint32_t m = thread_id(); m < misses; m += THREADS) {
-    uint32_t p = (uint32_t)((const int32_t*)a.fetch_positions)[g.list + m];
-    ((uint64_t*)a.fetch_sources)[g.list + m] = extent_row(g.table, p, a.extent_rows, a.row_bytes);
-    if (m < given) continue;
-    g.s.slot_of[p] = NOWHERE;
-    ((uint64_t*)a.fetch_targets)[g.list + m] = (uint64_t)(g.list + m) * a.row_bytes | STAGING;
+  const int32_t* positions = (const int32_t*)a.fetch_positions + g.list;
+  for (uint32_t tile = 0; tile < misses; tile += TILE) {
+    uint32_t first = tile + thread_id(), p[ITEMS];
+    uint64_t source[ITEMS];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) p[i] = (uint32_t)positions[first + i * THREADS < misses ? first + i * THREADS : 0u];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) source[i] = extent_row(g.table, p[i], a.extent_rows, a.row_bytes);
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      uint32_t m = first + i * THREADS;
+      if (m >= misses) continue;
+      ((uint64_t*)a.fetch_sources)[g.list + m] = source[i];
+      if (m < given) continue;
+      g.s.slot_of[p[i]] = NOWHERE;
+      ((uint64_t*)a.fetch_targets)[g.list + m] = (uint64_t)(g.list + m) * a.row_bytes | STAGING;
+    }
+  }
+}
+
+// Puts the targets of misses into the plan entries [g.list, end) that wait for them.
+DEVICE void complete_plan(const hot_plan_args& a, const round_of_group& g, uint32_t end) {
+  uint64_t* plan = (uint64_t*)a.plan;
+  for (uint32_t tile = g.list; tile < end; tile += TILE) {
+    uint32_t first = tile + thread_id();
+    uint64_t entry[ITEMS], target[ITEMS];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) entry[i] = first + i * THREADS < end ? plan[first + i * THREADS] : 0u;
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) target[i] = ((const uint64_t*)a.fetch_targets)[g.list + (entry[i] & MISSED ? (uint32_t)(entry[i] >> 4) : 0u)];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      if (entry[i] & MISSED) plan[first + i * THREADS] = target[i];
+    }
   }
 }
 
@@ -295,11 +324,7 @@ KERNEL(hot_plan, hot_plan_args, 256) {
   if (thread_id() == 0) *fetch_count = (int32_t)misses;
   if (misses == 0) return;
   block_sync();
-  uint64_t* plan = (uint64_t*)a.plan;
-  for (uint32_t at = g.list + thread_id(); at < last * a.k; at += hotcache::THREADS) {
-    uint64_t entry = plan[at];
-    if (entry & hotcache::MISSED) plan[at] = ((const uint64_t*)a.fetch_targets)[g.list + (uint32_t)(entry >> 4)];
-  }
+  hotcache::complete_plan(a, g, last * a.k);
 }
 
 // Grid: ceil(rounds / 64). Sessions differ; a negative one is padding.
