@@ -180,9 +180,9 @@ class Scene:
         self._banks.append(Array.from_numpy(self.device, selections, category="selections"))
         return self._banks[-1]
 
-    def select(self, bank: Array, index: int) -> None:
-        """Enqueues: selection `index` of a bank is the next round's."""
-        self.stream.copy(self.selected.address, bank.address + index * self.selected.nbytes, self.selected.nbytes)
+    def select(self, bank: Array, index: int, first: int = 0) -> None:
+        """Enqueues: selection `first + index` of a bank is the next round's."""
+        self.stream.copy(self.selected.address, bank.address + (first + index) * self.selected.nbytes, self.selected.nbytes)
 
     def gather(self, parts: Sequence[range], blocks: int | None) -> None:
         """Enqueues the round: the decision, then a fetch for each part of the planes."""

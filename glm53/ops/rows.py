@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 ADDRESS_LIMIT = 1 << 64
 LIST_WORDS_LIMIT = 1 << 31  # 16-byte words of one fetch list
 READ_UNIT = 8  # values a work-item of read_rows reads; ROW_UNIT of row_format.h
-# Copy blocks a compute unit, of one part and of all parts together; each block has 16 KiB in flight. Measured on an H200 (docs/measured.md): a
-# fetch of 4 planes with 8 blocks a unit takes 0.58 times what it takes with 2, one of 1 plane gains nothing beyond 2.
+# Copy blocks a compute unit, of one part and of all parts together; each block has 16 KiB in flight, and a link's bandwidth times its latency is
+# some 100 KiB. From 33 to 264 blocks a plane took the same on an H200.
 BLOCKS_PER_UNIT = 2
 BLOCKS_PER_UNIT_MAX = 8
 
