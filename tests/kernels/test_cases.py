@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,13 +9,6 @@ from glm53.check.case import Case, all_cases
 from glm53.check.compare import EXACT, SAME_ROUNDING, Mismatch, compare
 from glm53.hip import Device
 from glm53.spec import DType
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    device = Device(0)
-    yield device
-    device.close()
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)

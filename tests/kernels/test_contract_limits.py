@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from glm53.check.case import Bench
 from glm53.check.reference_sampling import Draw
-from glm53.hip import Array, Device
+from glm53.hip import Array
 from glm53.mem.extents import ExtentShape
 from glm53.ops import attention, experts, hotcache, sampling, selection
 from glm53.ops.contract import ContractError
@@ -17,20 +16,6 @@ from glm53.spec import DType, Offsets, RowFormat
 
 F32, BF16, I32, U8, U64 = DType.F32, DType.BF16, DType.I32, DType.U8, DType.U64
 Make = Callable[..., Array]
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    device = Device(0)
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def make(device: Device) -> Iterator[Make]:
-    """make(dtype, *shape): an array of the test."""
-    with Bench(device) as bench:
-        yield lambda dtype, *shape: bench.poison(dtype, shape)
 
 
 def score(make: Make, heads: int = 4, dim: int = 8, context: int = 64, plane: int = 0, row_bytes: int = 32, gate_heads: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,6 @@ from glm53.spec import DType, RowFormat
 
 F32, BF16, I32, U8, U32, U64 = DType.F32, DType.BF16, DType.I32, DType.U8, DType.U32, DType.U64
 Make = Callable[..., Array]
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    device = Device(0)
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def make(device: Device) -> Iterator[Make]:
-    """make(dtype, *shape): an array of the test, bytes 0xff."""
-    with Bench(device) as bench:
-        yield lambda dtype, *shape: bench.poison(dtype, shape)
 
 
 def store(make: Make, dtype: DType = F32, columns: int = 128, with_error: bool = True, refs: int = 2, **change: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter as Tally
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,13 +20,6 @@ from glm53.ops import hotcache
 from glm53.ops.contract import ContractError
 from glm53.ops.hotcache import Counter
 from glm53.spec import DType
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    device = Device(0)
-    yield device
-    device.close()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ Seeds are fixed, so a run is the same every time; the critical values are those 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -34,13 +33,6 @@ FILTERS = {
     "penalty": Draw(repetition_penalty=1.8, seen_row=0),
     "all": Draw(temperature=1.4, top_k=9, top_p=0.9, min_p=0.15, repetition_penalty=1.3, seen_row=0),
 }
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    device = Device(0)
-    yield device
-    device.close()
 
 
 def expected(draw: Draw) -> np.ndarray:
