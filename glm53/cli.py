@@ -222,6 +222,8 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
             err=True,
         )
         click.echo(f"[{history_line(engine, cache)}]", err=True)
+        for note in engine.notes:
+            click.echo(f"[{note}]", err=True)
         click.echo("[memory: " + ", ".join(f"{name} {short_bytes(value)}" for name, value in engine.memory().items()) + "]", err=True)
 
 
