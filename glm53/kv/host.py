@@ -27,11 +27,10 @@ from glm53.kv.extents import HostExtents
 from glm53.kv.host_passes import FullPass, StepPass, StreamPass
 from glm53.kv.passes import Pass, PassRows, RowLayout
 from glm53.mem.extents import ExtentPool
-from glm53.mem.history import CopyBatch, History, Rollback
+from glm53.mem.history import COPY_ROWS, CopyBatch, History, Rollback
 from glm53.ops import hotcache, rows
 from glm53.spec import DType
 
-COPY_BATCH_ROWS = 64
 ROUND_TAG_MAX = 2**32 - 1
 LINEAR_STEP_ROWS = 4096  # linear buffers grow by multiples of it
 
@@ -60,7 +59,7 @@ class HostTierConfig:
 
     @staticmethod
     def ring_rows_for(step_rows_max: int) -> int:
-        return -(-(2 * COPY_BATCH_ROWS + step_rows_max) // COPY_BATCH_ROWS) * COPY_BATCH_ROWS
+        return -(-(2 * COPY_ROWS + step_rows_max) // COPY_ROWS) * COPY_ROWS
 
     @property
     def slots(self) -> int:
@@ -71,7 +70,7 @@ class HostTierConfig:
         if self.slots < 1:
             raise InputError(
                 f"hot_rows: got {self.hot_rows}, wanted more than the ring of {self.ring_rows} rows "
-                f"(two batches of {COPY_BATCH_ROWS} and {self.step_rows_max} rows of a step)"
+                f"(two batches of {COPY_ROWS} and {self.step_rows_max} rows of a step)"
             )
 
 
@@ -266,7 +265,7 @@ class HostTier:
             raise
 
     def counters(self) -> dict[int, np.ndarray]:
-        """Counters of each open session: [groups, 8] u64, in the order of `hotcache.COUNTERS`. Waits for the device."""
+        """Counters of each open session: [groups, 8] u64, in the order of `hotcache.Counter`. Waits for the device."""
         every = self.slot_tables.counters.numpy(self.stream)
         return {slot: every[slot] for slot in self.sessions}
 
