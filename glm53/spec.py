@@ -20,6 +20,7 @@ class DType(enum.Enum):
     I32 = ("i32", 4)
     I64 = ("i64", 8)
     U8 = ("u8", 1)
+    U16 = ("u16", 2)
     U32 = ("u32", 4)
     U64 = ("u64", 8)
 
@@ -49,6 +50,32 @@ class RowFormat(enum.Enum):
         if size % 16:
             raise ValueError(f"{self.value} rows of latent {latent} and rope {rope} are {size} bytes, wanted a multiple of 16")
         return size
+
+
+class WeightFormat(enum.IntEnum):
+    """How the values of a weight matrix [n, k] are stored (hipsrc/kernels/weight_format.h). The number is what kernels are given.
+
+    F32, BF16: as they are. Q8G64: int8 codes, one f16 scale per row and 64 columns, 8.25 bits a weight. Q4G64: codes of 4 bits, value = (code - 8) x
+    scale, 4.25 bits a weight. Quantised matrices have k a multiple of 64.
+    """
+
+    F32 = 0
+    BF16 = 1
+    Q8G64 = 2
+    Q4G64 = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return (32, 16, 8, 4)[self]
+
+    @property
+    def quantised(self) -> bool:
+        return self in (WeightFormat.Q8G64, WeightFormat.Q4G64)
 
 
 class Space(enum.IntEnum):

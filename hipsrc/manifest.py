@@ -1,6 +1,6 @@
 """Writes manifest.json: what each code object is, the sources it came from, and what a launch of each kernel needs. Runs at build time.
 
-    python manifest.py --args-py glm53/ops/args.py --listing kernels.i --source-dir hipsrc --native DIR
+    python manifest.py --listing kernels.i --source-dir hipsrc --native DIR
                        --object host=kernels.so="g++ 12.2.0" --object gfx1100=kernels.gfx1100.hsaco="clang 19.1.7"
 
 The listing is kernels.hip after `-E -DGLM53_LIST` (see portable_list.h); launch constants come from the lines
@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import args_header
 
 FORMAT = 1
 _KERNEL = re.compile(r"GLM53_KERNEL_LINE\(\s*(\w+)\s*,\s*(\w+)\s*,\s*(\w+)\s*,\s*([01])\s*\)")
@@ -33,7 +34,7 @@ def sha256(path: Path) -> str:
 
 
 def source_files(source_dir: Path) -> list[Path]:
-    """Every file that decides the bytes of a code object, in order of name, args.py apart."""
+    """Every file that decides the bytes of a code object, in order of name, those of glm53/ops apart."""
     return sorted([*source_dir.glob("include/*.h"), *source_dir.glob("kernels/*.h"), *source_dir.glob("kernels/*.hip")])
 
 
@@ -48,9 +49,10 @@ def launch_constants(source_dir: Path) -> dict[str, dict[str, int]]:
     return constants
 
 
-def kernels(listing: str, constants: dict[str, dict[str, int]], args_module: Any) -> dict[str, dict[str, Any]]:
+def kernels(listing: str, constants: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
     """The manifest's `kernels`: block, args, args_bytes, spins, then launch constants. Every kernel has a LAUNCH line and the reverse."""
     found: dict[str, dict[str, Any]] = {}
+    structs = {struct.__name__: struct for struct in args_header.structs()}
     for name, args, threads, spins in _KERNEL.findall(listing):
         if name in found:
             raise ManifestError(f"two kernels are called {name}")
@@ -58,9 +60,9 @@ def kernels(listing: str, constants: dict[str, dict[str, int]], args_module: Any
             raise ManifestError(f"kernel {name} has no line `// LAUNCH {name} block={threads}`")
         if constants[name].get("block") != int(threads):
             raise ManifestError(f"kernel {name} has {threads} work-items, its LAUNCH line says block={constants[name].get('block')}")
-        struct = getattr(args_module, args, None)
+        struct = structs.get(args)
         if struct is None:
-            raise ManifestError(f"kernel {name} takes {args}, which args.py does not define")
+            raise ManifestError(f"kernel {name} takes {args}, which glm53/ops does not define")
         found[name] = {"block": int(threads), "args": args, "args_bytes": ctypes.sizeof(struct), "spins": spins == "1", **constants[name]}
     unused = sorted(set(constants) - set(found))
     if unused:
@@ -68,19 +70,10 @@ def kernels(listing: str, constants: dict[str, dict[str, int]], args_module: Any
     return dict(sorted(found.items()))
 
 
-def load_args(path: Path) -> Any:
-    """args.py as a module of its own, without the package around it."""
-    spec = importlib.util.spec_from_file_location("glm53_args", path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def build(args_py: Path, listing: Path, source_dir: Path, native: Path, objects: list[str]) -> dict[str, Any]:
+def build(listing: Path, source_dir: Path, native: Path, objects: list[str]) -> dict[str, Any]:
     """The whole manifest as a dictionary."""
     sources = {path.relative_to(source_dir).as_posix(): sha256(path) for path in source_files(source_dir)}
-    sources["args.py"] = sha256(args_py)
+    sources |= {path.name: sha256(path) for path in args_header.SOURCES}
     source_hash = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in sorted(sources.items())).encode()).hexdigest()
     entries = {}
     for text in objects:
@@ -93,20 +86,19 @@ def build(args_py: Path, listing: Path, source_dir: Path, native: Path, objects:
         "source_sha256": source_hash,
         "sources": dict(sorted(sources.items())),
         "objects": dict(sorted(entries.items())),
-        "kernels": kernels(listing.read_text(), launch_constants(source_dir), load_args(args_py)),
+        "kernels": kernels(listing.read_text(), launch_constants(source_dir)),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--args-py", type=Path, required=True)
     parser.add_argument("--listing", type=Path, required=True, help="kernels.hip preprocessed with -DGLM53_LIST")
     parser.add_argument("--source-dir", type=Path, required=True, help="directory with include/ and kernels/")
     parser.add_argument("--native", type=Path, required=True, help="directory with the code objects; manifest.json is written there")
     parser.add_argument("--object", action="append", default=[], dest="objects", metavar="ARCH=FILE=COMPILER")
     given = parser.parse_args()
     try:
-        manifest = build(given.args_py, given.listing, given.source_dir, given.native, given.objects)
+        manifest = build(given.listing, given.source_dir, given.native, given.objects)
     except ManifestError as error:
         sys.exit(f"manifest: {error}")
     (given.native / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

@@ -28,6 +28,7 @@ _NUMPY: dict[DType, np.dtype] = {
     DType.I32: np.dtype(np.int32),
     DType.I64: np.dtype(np.int64),
     DType.U8: np.dtype(np.uint8),
+    DType.U16: np.dtype(np.uint16),
     DType.U32: np.dtype(np.uint32),
     DType.U64: np.dtype(np.uint64),
 }

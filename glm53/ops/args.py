@@ -1,7 +1,6 @@
-"""Argument structs of the kernels: the one place where their fields are written down.
+"""Argument structs of the kernels: the one place where their fields are written down; those of a decode step are in `step_args`.
 
-Each kernel takes one of these by value. `header()` writes the C twin with a static assertion per offset, and for the host build the offsets
-of the pointer fields (the cpu runtime checks them before a launch). Runs as a script without the package: `python args.py OUT.h`.
+Each kernel takes one of these by value. hipsrc/args_header.py writes the C twins with a static assertion per offset. No imports but ctypes.
 Field comments: `name [shape] dtype`. T = the activation type of the kernel variant (f32 or bf16), W = its weight type.
 Strides are in elements unless the name says bytes. rows = query rows of this launch.
 """
@@ -9,11 +8,7 @@ Strides are in elements unless the name says bytes. rows = query rows of this la
 from __future__ import annotations
 
 import ctypes
-import sys
 from ctypes import c_float, c_int32, c_uint32, c_uint64, c_void_p
-from typing import Any
-
-_C_NAME: dict[Any, str] = {c_void_p: "void*", c_int32: "int32_t", c_uint32: "uint32_t", c_uint64: "uint64_t", c_float: "float"}
 
 
 class Args(ctypes.Structure):
@@ -536,37 +531,3 @@ class copy_words_args(Args):
         ("y", c_void_p),
         ("count", c_uint64),
     ]
-
-
-def structs() -> list[type[Args]]:
-    """All argument structs, in order of definition."""
-    return Args.__subclasses__()
-
-
-def _declaration(field: str, ctype: type) -> str:
-    if issubclass(ctype, ctypes.Array):
-        return f"{_C_NAME[ctype._type_]} {field}[{ctype._length_}]"
-    return f"{_C_NAME[ctype]} {field}"
-
-
-def header() -> str:
-    """C text of args.h: struct, offset assertions, and for the host build the pointer offsets."""
-    out = ["// args.h - written by glm53/ops/args.py at build time. Do not edit.", "#pragma once", ""]
-    for struct in structs():
-        name = struct.__name__
-        fields = [(f[0], f[1]) for f in struct._fields_]
-        out += [f"struct {name} {{"] + [f"  {_declaration(field, ctype)};" for field, ctype in fields] + ["};"]
-        out += [f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}: size differs from glm53/ops/args.py");']
-        for field, _ in fields:
-            offset = getattr(struct, field).offset
-            out += [f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "{name}.{field}: offset differs from glm53/ops/args.py");']
-        pointers = [str(getattr(struct, field).offset) for field, ctype in fields if ctype is c_void_p]
-        out += ["#if defined(GLM53_HOST)"]
-        out += [f"static const unsigned short {name}_pointers[] = {{{', '.join(pointers) or '0'}}};"]
-        out += [f"enum {{ {name}_pointer_count = {len(pointers)} }};", "#endif", ""]
-    return "\n".join(out)
-
-
-if __name__ == "__main__":
-    with open(sys.argv[1], "w") as target:
-        target.write(header())

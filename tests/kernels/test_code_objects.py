@@ -16,7 +16,8 @@ import yaml
 
 from glm53.hip.module import manifest
 from glm53.hip.runtime import native_directory
-from glm53.ops import args as args_module
+from glm53.ops import step_args
+from glm53.ops.args import Args
 
 ROOT = Path(__file__).resolve().parents[2]
 LDS_BYTES_MAX = 65_536  # of a gfx11 workgroup
@@ -32,6 +33,18 @@ def built_path(arch: str) -> Path:
     return native_directory() / objects[arch]["file"]
 
 
+def pointers_of(struct: type[ctypes.Structure]) -> list[int]:
+    """Byte offsets of the pointers; those of arrays and nested structs included."""
+    found = []
+    for name, ctype, *_ in struct._fields_:
+        start = getattr(struct, name).offset
+        if issubclass(ctype, ctypes.Structure):
+            found += [start + offset for offset in pointers_of(ctype)]
+        elif ctype is ctypes.c_void_p or getattr(ctype, "_type_", None) is ctypes.c_void_p:
+            found += range(start, start + ctypes.sizeof(ctype), 8)
+    return found
+
+
 @functools.cache
 def metadata(path: Path) -> dict[str, dict[str, Any]]:
     """Kernel metadata of an AMD code object by kernel name."""
@@ -43,7 +56,7 @@ def metadata(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def struct_of(entry: dict[str, Any]) -> type[ctypes.Structure]:
-    return getattr(args_module, entry["args"])
+    return next(struct for struct in Args.__subclasses__() if struct.__name__ == entry["args"])
 
 
 @pytest.mark.parametrize("arch", AMD_ARCHS)
@@ -118,14 +131,15 @@ def test_host_table_agrees_with_the_manifest_and_the_structs() -> None:
     for name, kernel in found.items():
         entry = manifest()["kernels"][name]
         struct = struct_of(entry)
-        pointers = [getattr(struct, field[0]).offset for field in struct._fields_ if field[1] is ctypes.c_void_p]
+        pointers = pointers_of(struct)
         assert kernel.args_bytes == entry["args_bytes"] == ctypes.sizeof(struct), name
         assert (kernel.block_size, kernel.flags) == (entry["block"], int(entry["spins"])), name
         assert kernel.pointer_offsets[: kernel.pointer_count] == pointers, name
 
 
 def test_argument_structs_have_no_gaps() -> None:
-    for struct in args_module.structs():
+    assert step_args.step_gemv_args in Args.__subclasses__()
+    for struct in Args.__subclasses__():
         fields = [getattr(struct, field[0]) for field in struct._fields_]
         ends = [field.offset + field.size for field in fields]
         assert [field.offset for field in fields] == [0, *ends[:-1]], struct.__name__
@@ -139,7 +153,7 @@ def test_manifest_hashes_are_those_of_the_files() -> None:
         assert entry["source_sha256"] == content["source_sha256"], arch
     stale = []
     for name, digest in content["sources"].items():
-        path = ROOT / ("glm53/ops/args.py" if name == "args.py" else f"hipsrc/{name}")
+        path = ROOT / (f"hipsrc/{name}" if "/" in name else f"glm53/ops/{name}")
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             stale.append(name)
     assert not stale, f"the build is older than {stale}; next: pip install . again"
@@ -152,7 +166,8 @@ def test_objects_are_the_same_bytes_when_built_in_another_directory(tmp_path: Pa
     copy = tmp_path / "another place with spaces"
     shutil.copytree(ROOT / "hipsrc", copy / "hipsrc")
     (copy / "glm53" / "ops").mkdir(parents=True)
-    shutil.copy(ROOT / "glm53" / "ops" / "args.py", copy / "glm53" / "ops")
+    for name in ("__init__.py", "ops/__init__.py", "ops/args.py", "ops/step_args.py"):
+        shutil.copy(ROOT / "glm53" / name, copy / "glm53" / name)
     archs = [arch for arch in ("gfx1100", "sm_90") if arch in manifest()["objects"]]
     environment = os.environ | {"GLM53_ARCHS": ",".join(archs) or "none"}
     for command in ([cmake, "-S", copy / "hipsrc", "-B", copy / "build"], [cmake, "--build", copy / "build", "--target", "code_objects"]):

@@ -1,0 +1,289 @@
+"""Argument structs of the kernels of a decode step (docs/decisions/0004-step-graph.md). Conventions: `args`."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_uint32, c_uint64, c_void_p
+
+from glm53.ops.args import Args, fetch_args
+
+
+class step_rows_args(Args):
+    """Part ROWS of step_gemv, one block a query row: finishes what kv_a and the indexer's wk gave. History row: latent = norm of the first
+    columns, rope part turned, stored at refs[r] as store_rows does. Index key (null: none): layer norm, RoPE on its first columns, appended as
+    append does."""
+
+    _fields_ = [
+        ("row", c_void_p),  # [rows, latent + rope] T
+        ("row_norm", c_void_p),  # [latent] T
+        ("refs", c_void_p),  # [rows] u64; 0: the row is skipped
+        ("error", c_void_p),  # [1] u32; null for unquantised formats
+        ("key", c_void_p),  # [rows, key_width] T, or null
+        ("key_norm", c_void_p),  # [key_width] T
+        ("key_bias", c_void_p),  # [key_width] T
+        ("key_tables", c_void_p),  # [sessions, key_table_stride] u64 extents of index keys
+        ("sessions", c_void_p),  # [rows] i32
+        ("offsets", c_uint64 * 4),  # of the four spaces, in bytes
+        ("row_eps", c_float),
+        ("key_eps", c_float),
+        ("row_format", c_uint32),  # 0 f32, 1 bf16, 2 q8g64, as WeightFormat
+        ("latent", c_uint32),
+        ("rope", c_uint32),
+        ("row_bytes", c_uint32),
+        ("key_width", c_uint32),
+        ("key_table_stride", c_uint32),
+        ("key_extent_rows", c_uint32),
+        ("key_plane", c_uint32),
+    ]
+
+
+class step_give_args(Args):
+    """Part GIVE of step_gemv, one block a round: what step_topk missed gets slots; plan, fetch list and counters are completed. Fields as
+    hot_plan_args."""
+
+    _fields_ = [
+        ("selected", c_void_p),
+        ("counts", c_void_p),
+        ("sessions", c_void_p),
+        ("round_starts", c_void_p),
+        ("tables", c_void_p),
+        ("states", c_void_p),
+        ("slot_of", c_void_p),
+        ("position_of", c_void_p),
+        ("used", c_void_p),
+        ("filled", c_void_p),
+        ("hands", c_void_p),
+        ("counters", c_void_p),
+        ("plan", c_void_p),
+        ("fetch_sources", c_void_p),
+        ("fetch_targets", c_void_p),
+        ("fetch_positions", c_void_p),
+        ("fetch_counts", c_void_p),
+        ("k", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("row_bytes", c_uint32),
+        ("ring_rows", c_uint32),
+        ("slots", c_uint32),
+        ("positions", c_uint32),
+        ("groups", c_uint32),
+        ("group", c_uint32),
+        ("_pad", c_uint32),
+    ]
+
+
+class step_router_args(Args):
+    """Part ROUTER of step_gemv: when the last block of segment 0 (the router's logits, f32) is done, that block picks the experts as `router`
+    does."""
+
+    _fields_ = [
+        ("bias", c_void_p),  # [experts] f32
+        ("ids", c_void_p),  # [rows, k] i32 out
+        ("weights", c_void_p),  # [rows, k] f32 out
+        ("arrivals", c_void_p),  # [1] u32, 0 before and after
+        ("experts", c_uint32),
+        ("k", c_uint32),
+        ("n_group", c_uint32),
+        ("topk_group", c_uint32),
+        ("normalise", c_uint32),
+        ("scaling", c_float),
+    ]
+
+
+class step_gemv_args(Args):
+    """Up to four products of the same x: y_s[b, r, n] = x[b, r] @ w_s[b, n]^T, after an optional RMS norm of x, with an epilogue each, and a part
+    that runs in extra blocks. Grid: (part_blocks + blocks of all segments, 1, batch); the part runs at block_z 0. Epilogues: 0 y in T; 1 y in
+    f32; 2 RoPE on columns [rope_offset, rope_offset + rope_dim) of each head_stride columns, y in T; 3 SiLU: weight rows j and n + j give y[j]
+    = T(silu(gate)) * up; 4 y = T(residual + T(sum)). Parts: 0 none, 1 ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks). Decision 0004 has the
+    order of additions."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [batch, rows, k] T
+        ("norm", c_void_p),  # [k] T, or null: no norm
+        ("h", c_void_p),  # [rows, k] T out, or null: the normed rows, written by one block
+        ("residual", c_void_p),  # [rows, n] T with the strides of y, epilogue 4; may be y
+        ("positions", c_void_p),  # [rows] i32, epilogue 2 and part ROWS
+        ("inv_freq", c_void_p),  # [rope_dim / 2] f32, likewise
+        ("codes", c_void_p * 4),  # [batch, n, k] in the segment's format; null: no such segment
+        ("scales", c_void_p * 4),  # [batch, n, k / 64] f16, quantised formats
+        ("y", c_void_p * 4),  # [batch, rows, n]
+        ("part_rows", step_rows_args),
+        ("part_give", step_give_args),
+        ("part_fetch", fetch_args),
+        ("part_router", step_router_args),
+        ("x_batch_stride", c_uint64),
+        ("y_batch_stride", c_uint64),
+        ("x_stride", c_uint32),  # between rows
+        ("rows", c_uint32),
+        ("k", c_uint32),
+        ("eps", c_float),
+        ("n", c_uint32 * 4),  # columns of y
+        ("y_stride", c_uint32 * 4),
+        ("format", c_uint32 * 4),  # WeightFormat
+        ("epilogue", c_uint32 * 4),
+        ("head_stride", c_uint32 * 4),  # epilogue 2
+        ("rope_offset", c_uint32 * 4),
+        ("rope_dim", c_uint32),
+        ("part", c_uint32),
+        ("part_blocks", c_uint32),
+        ("rounds", c_uint32),  # of GIVE and FETCH
+    ]
+
+
+class step_experts_args(Args):
+    """act[p, j] = T(T(silu(gate)) * up) of pair p = row * slots + slot at expert ids[p], with gate and up in T. Grid: (pairs, blocks of columns)."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [rows, k] T, normed
+        ("ids", c_void_p),  # [rows, slots] i32; outside [0, experts): the pair gives zeros
+        ("codes", c_void_p),  # [experts, 2 * n, k]: gate rows, then up rows
+        ("scales", c_void_p),  # [experts, 2 * n, k / 64] f16, or null
+        ("act", c_void_p),  # [rows * slots, n] T
+        ("rows", c_uint32),
+        ("slots", c_uint32),
+        ("experts", c_uint32),
+        ("n", c_uint32),
+        ("k", c_uint32),
+        ("format", c_uint32),
+    ]
+
+
+class step_down_args(Args):
+    """y[r, c] = T(residual[r, c] + T(T(sum over slots ascending of weight * T(act @ down[expert]^T)) + T(shared_act @ shared_down^T))), as
+    expert_sum rounds."""
+
+    _fields_ = [
+        ("act", c_void_p),  # [rows * slots, k] T
+        ("ids", c_void_p),  # [rows, slots] i32
+        ("weights", c_void_p),  # [rows, slots] f32
+        ("codes", c_void_p),  # [experts, n, k]
+        ("scales", c_void_p),  # [experts, n, k / 64] f16, or null
+        ("shared_act", c_void_p),  # [rows, shared_k] T
+        ("shared_codes", c_void_p),  # [n, shared_k]
+        ("shared_scales", c_void_p),
+        ("residual", c_void_p),  # [rows, n] T; may be y
+        ("y", c_void_p),  # [rows, n] T
+        ("rows", c_uint32),
+        ("slots", c_uint32),
+        ("experts", c_uint32),
+        ("n", c_uint32),
+        ("k", c_uint32),
+        ("shared_k", c_uint32),
+        ("format", c_uint32),
+        ("shared_format", c_uint32),
+    ]
+
+
+class step_attend_args(Args):
+    """One split of the planned rows (64 of them) for 16 heads of one query row: partial sums of softmax(s) * latent, s as attend_args. Splits past
+    counts[r] are not written. Grid: (splits, ceil(heads / 16), rows)."""
+
+    _fields_ = [
+        ("q_latent", c_void_p),  # [rows, heads, latent] T
+        ("q", c_void_p),  # [rows, heads, q_head_stride] T; the rope part starts at q_rope_offset of each head
+        ("plan", c_void_p),  # [rows, k] u64 row references
+        ("counts", c_void_p),  # [rows] i32
+        ("partial", c_void_p),  # [rows, heads, splits, latent] f32: sum of exp(s - top) * latent
+        ("tops", c_void_p),  # [rows, heads, splits] f32: largest s of the split
+        ("masses", c_void_p),  # [rows, heads, splits] f32: sum of exp(s - top)
+        ("offsets", c_uint64 * 4),  # of the four spaces, in bytes
+        ("heads", c_uint32),
+        ("latent", c_uint32),
+        ("rope", c_uint32),
+        ("k", c_uint32),
+        ("splits", c_uint32),  # ceil(k / 64)
+        ("q_head_stride", c_uint32),
+        ("q_rope_offset", c_uint32),
+        ("scale", c_float),
+    ]
+
+
+class step_expand_args(Args):
+    """o[r, h] = T(o_latent[r, h] @ wv[h]^T), o_latent = T(the splits joined, ascending); zeros where counts[r] is 0."""
+
+    _fields_ = [
+        ("partial", c_void_p),  # as step_attend_args
+        ("tops", c_void_p),
+        ("masses", c_void_p),
+        ("counts", c_void_p),  # [rows] i32
+        ("codes", c_void_p),  # [heads, v, latent]
+        ("scales", c_void_p),  # [heads, v, latent / 64] f16, or null
+        ("o", c_void_p),  # [rows, heads, v] T
+        ("rows", c_uint32),
+        ("heads", c_uint32),
+        ("latent", c_uint32),
+        ("v", c_uint32),
+        ("k", c_uint32),
+        ("splits", c_uint32),
+        ("format", c_uint32),
+        ("_pad", c_uint32),
+    ]
+
+
+class step_score_args(Args):
+    """index_score_args for a step, and the first part of the selection: histogram[r, key >> 16] counts the order keys (scan.h) of all positions <=
+    positions[r]; the row's last block finds the bin that holds the k-th largest. Rows with positions[r] < k do nothing. Grid: (blocks, rows),
+    fixed."""
+
+    _fields_ = [
+        ("q", c_void_p),  # [rows, heads, dim] T
+        ("gate", c_void_p),  # [rows, heads] f32
+        ("tables", c_void_p),  # [sessions, table_stride] u64 index-key extents
+        ("sessions", c_void_p),  # [rows] i32
+        ("positions", c_void_p),  # [rows] i32
+        ("scores", c_void_p),  # [rows, score_stride] f32
+        ("histogram", c_void_p),  # [rows, 65536] u32, zero before
+        ("threshold", c_void_p),  # [rows, 2] u32 out: bin, how many are wanted of it
+        ("arrivals", c_void_p),  # [rows] u32, 0 before and after
+        ("heads", c_uint32),
+        ("dim", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("plane", c_uint32),
+        ("key_bytes", c_uint32),
+        ("score_stride", c_uint32),
+        ("k", c_uint32),
+        ("blocks", c_uint32),
+        ("key_scale", c_float),
+        ("head_scale", c_float),
+        ("_pad", c_uint32),
+    ]
+
+
+class step_topk_args(Args):
+    """Second part: the selection of topk_args, exact, positions ascending, and its plan. place: 0 none, 1 references into extents, 2 look-up in
+    the hot cache (misses stay MISSED until GIVE). Clears histogram, bitmap and candidate counts for the next step. Grid: (blocks, rows), fixed."""
+
+    _fields_ = [
+        ("scores", c_void_p),  # [rows, score_stride] f32
+        ("positions", c_void_p),  # [rows] i32
+        ("sessions", c_void_p),  # [rows] i32
+        ("threshold", c_void_p),  # [rows, 2] u32
+        ("histogram", c_void_p),  # [rows, 65536] u32, 0 after
+        ("bitmap", c_void_p),  # [rows, bitmap_stride] u32, 0 before and after
+        ("candidates", c_void_p),  # [rows, score_stride] u64 scratch
+        ("candidate_counts", c_void_p),  # [rows] u32, 0 before and after
+        ("arrivals", c_void_p),  # [rows] u32, 0 before and after
+        ("drawn", c_void_p),  # [draws, k] i32 ascending positions that replace the selection, for benchmarks and tests; or null
+        ("draw_index", c_void_p),  # [1] u32: draws used are (index + row) mod draws
+        ("selected", c_void_p),  # [rows, k] i32 out, -1 past counts[r]
+        ("counts", c_void_p),  # [rows] i32 out
+        ("plan", c_void_p),  # [rows, k] u64 out; null: place 0
+        ("tables", c_void_p),  # [sessions, table_stride] u64 history extents, place 1
+        ("states", c_void_p),  # [sessions] kv_state, place 2, and the slot tables as in hot_plan_args
+        ("slot_of", c_void_p),
+        ("used", c_void_p),
+        ("score_stride", c_uint32),
+        ("bitmap_stride", c_uint32),
+        ("k", c_uint32),
+        ("blocks", c_uint32),
+        ("draws", c_uint32),
+        ("place", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("row_bytes", c_uint32),
+        ("ring_rows", c_uint32),
+        ("slots", c_uint32),
+        ("table_positions", c_uint32),  # positions of a slot table
+        ("groups", c_uint32),
+        ("group", c_uint32),
+    ]
