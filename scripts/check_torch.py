@@ -5,17 +5,20 @@ Prints a table of what was compared and `N passed, N failed`; exits with 1 if an
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,8 +79,9 @@ class Torch:
         return result
 
 
-def cache_of(row_format: str, tier: str) -> KvCache:
+def cache_of(row_format: str, tier: str, device: int = 0) -> KvCache:
     return KvCache(
+        device,
         runtime="cuda",
         tier=tier,
         layers=LAYERS,
@@ -208,6 +212,74 @@ def default_stream() -> str:
     return "20 rounds; layer-major, host and strided rows"
 
 
+class Context:
+    """A call after which the thread's CUDA context, as the driver has it, must be the one of before, or none as before."""
+
+    def __init__(self) -> None:
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.before = self.look()
+
+    def look(self) -> int | None:
+        handle = ctypes.c_void_p()
+        code = self.driver.cuCtxGetCurrent(ctypes.byref(handle))
+        assert code == 0, f"cuCtxGetCurrent: {code}"
+        return handle.value
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        result = call()
+        now = self.look()
+        assert now == self.before, f"the current context changed from {self.before} to {now}"
+        return result
+
+
+def one_life(device: int) -> None:
+    """A cache on `device` from start to end, in whatever context this thread has."""
+    guarded = Context()
+    rows = np.random.default_rng(device).standard_normal((3000, LAYERS, WIDTH)).astype(np.float32)
+    cache = guarded(lambda: cache_of("f32", "host", device))
+    session = guarded(cache.open)
+    for first, last in ((0, 100), (100, 104), (104, 3000)):
+        guarded(lambda a=first, b=last: session.append(rows[a:b]))
+    for positions in ([[0, 2999, 17]], [[5, 6, 7]] * QUERY_ROWS):
+        got = guarded(guarded(lambda p=positions: session.gather(1, p)).numpy)
+        assert np.array_equal(got, rows[np.array(positions)][:, :, 4:].transpose(2, 0, 1, 3)), f"device {device} gathers other rows"
+    guarded(lambda: session.truncate(1000))
+    guarded(session.counters)
+    guarded(session.close)
+    guarded(cache.close)
+
+
+def contexts() -> str:
+    """torch's current device and the thread's CUDA context, with caches on every device: torch on either device, and a thread without a context."""
+    count, home = torch.cuda.device_count(), torch.cuda.current_device()
+    failures: list[BaseException] = []
+
+    def bare(device: int) -> None:
+        try:
+            assert Context().before is None, "a new thread has a context"
+            one_life(device)
+        except BaseException as error:
+            failures.append(error)
+
+    try:
+        for caller in range(count):
+            torch.cuda.set_device(caller)
+            torch.zeros(1, device="cuda")
+            for device in range(count):
+                one_life(device)
+                assert torch.cuda.current_device() == caller, f"torch was on device {caller} and is on {torch.cuda.current_device()}"
+                assert torch.zeros(1, device="cuda").device.index == caller, "torch allocates on another device"
+    finally:
+        torch.cuda.set_device(home)
+    for device in range(count):
+        thread = threading.Thread(target=bare, args=(device,))
+        thread.start()
+        thread.join()
+    if failures:
+        raise failures[0]
+    return f"{count} device(s): torch on each and a bare thread, caches on each"
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("check_torch: torch sees no CUDA device; next: run it on one")
@@ -222,6 +294,7 @@ def main() -> int:
         ),
         ("lifetime", lifetime),
         ("default stream", default_stream),
+        ("contexts", contexts),
     ]
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     failed = 0

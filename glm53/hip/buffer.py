@@ -50,6 +50,12 @@ class Buffer:
     def freed(self) -> bool:
         return self._freed
 
+    def relabel(self, category: str) -> None:
+        """The memory is used for something else from now on: `Device.live` and its watch count it there."""
+        self.device.drop(self)
+        self.category = category
+        self.device.hold(self)
+
     def free(self) -> None:
         """Gives the memory back. The runtime waits for work that uses it. Raises LifetimeError the second time."""
         if self._freed:

@@ -39,12 +39,19 @@ def list_devices() -> list[dict[str, Any]]:
     return rows
 
 
+def _malloc(byte_count: int, kind: MemoryKind) -> int:
+    if kind is MemoryKind.DEVICE:
+        return calls.malloc(byte_count)
+    return calls.malloc_with_flags(byte_count, literals.MALLOC_UNCACHED if kind is MemoryKind.UNCACHED else literals.MALLOC_FINEGRAINED)
+
+
 class Device:
     """Device `index` of the selected runtime (selected by default rules if nothing was).
 
     index, name, arch ("gfx1100", "sm_90", "host"), total_bytes, properties, runtime (RuntimeInfo); `live` holds the buffers not yet
-    freed; `watch` is told of every allocation and its end, in whatever thread that happens. Objects of one Device may be used from several
-    threads, each stream by one at a time. Several Device objects of one index are independent.
+    freed; `watch` is told of every allocation and its end, in whatever thread that happens; `spare`: calls that give unused device memory back and
+    return the bytes, made before an allocation fails for want of memory. Objects of one Device may be used from several threads, each stream by one
+    at a time. Several Device objects of one index are independent.
     """
 
     def __init__(self, index: int = 0, watch: Watch | None = None):
@@ -59,6 +66,7 @@ class Device:
         self.arch = self.properties.arch
         self.total_bytes = self.properties.total_bytes
         self.live: dict[int, Buffer | HostBuffer] = {}
+        self.spare: list[Callable[[], int]] = []
         self.events: set[Event] = set()  # those not closed; `Event` adds and removes itself
         self._streams: list[Stream] = []
         self._default_stream: Stream | None = None
@@ -92,11 +100,7 @@ class Device:
             raise ValueError(f"alloc {category!r}: got {byte_count} bytes, expected at least 1")
         with self.current():
             try:
-                if kind is MemoryKind.DEVICE:
-                    address = calls.malloc(byte_count)
-                else:
-                    flags = literals.MALLOC_UNCACHED if kind is MemoryKind.UNCACHED else literals.MALLOC_FINEGRAINED
-                    address = calls.malloc_with_flags(byte_count, flags)
+                address = self._address(byte_count, kind)
             except HipError as error:
                 if error.code != literals.ERROR_OUT_OF_MEMORY:
                     raise
@@ -108,6 +112,15 @@ class Device:
                     "next: a smaller context, prefill chunk or model, or a device with more memory"
                 ) from None
         return Buffer(self, address, byte_count, category, kind)
+
+    def _address(self, byte_count: int, kind: MemoryKind) -> int:
+        """Memory of the current device; where there is none left, what `spare` gives back makes room for a second attempt."""
+        try:
+            return _malloc(byte_count, kind)
+        except HipError as error:
+            if error.code != literals.ERROR_OUT_OF_MEMORY or not sum([give_back() for give_back in self.spare]):
+                raise
+            return _malloc(byte_count, kind)
 
     def host_alloc(self, byte_count: int, coherent: bool = True, category: str = "") -> HostBuffer:
         """Page-locked host memory, visible to all devices. coherent: not cached by devices. Raises DeviceMemoryError if the host has not

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,10 @@ class OutputPool:
             self._closed()
 
     def _free(self, block: Block) -> None:
-        block.ready.close()
-        block.buffer.free()  # waits for the device's work
+        try:
+            block.ready.close()
+        finally:
+            block.buffer.free()  # waits for the device's work
 
     def close(self) -> None:
         """Frees idle blocks. `closed` is called when the last block is back, which may be now."""
@@ -94,10 +97,11 @@ class OutputPool:
             self._open = False
             idle, self._idle = self._idle, []
             last = self._lent == 0
-        for block in idle:
-            self._free(block)
-        if last:
-            self._closed()
+        with ExitStack() as steps:  # each has its turn, the last one first
+            if last:
+                steps.callback(self._closed)
+            for block in idle:
+                steps.callback(self._free, block)
 
 
 class KvArray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -161,7 +161,8 @@ class KvCache:
         return session
 
     def ledger(self) -> dict[str, dict[str, int]]:
-        """Allocated bytes by place ("device 0", "host") and category. `hot cache`, `slot maps`, `tables` and `outputs` are among them."""
+        """Allocated bytes by place ("device 0", "host") and category. `hot cache`, `slot maps`, `tables` and `outputs` are among them, and
+        `cached`: memory of ended sessions and prompts that waits for the next one, or for any allocation of the device that needs it."""
         places: dict[str, dict[str, int]] = {f"device {self.device.index}": {}, "host": {}}
         for buffer in list(self.device.live.values()):
             place = places["host" if isinstance(buffer, HostBuffer) else f"device {self.device.index}"]
@@ -178,21 +179,20 @@ class KvCache:
         if self.closed:
             return
         self.closed = True
-        try:
-            self._stream.synchronize()
-            for session in list(self._sessions.values()):
-                session.closed = True
-            self._sessions.clear()
+        for session in self._sessions.values():
+            session.closed = True
+        self._sessions.clear()
+        with ExitStack() as steps:  # each has its turn, the last one first, whatever another one raises
+            steps.callback(self._outputs.close)
+            steps.callback(self._stream.close)
+            steps.callback(self._inputs.clear)
+            for event, _ in self._inputs:
+                steps.callback(event.close)
+            while self._arrays:
+                steps.callback(self._arrays.pop().free)
             if self._tier is not None:
-                self._tier.free()
-            for array in self._arrays:
-                array.free()
-        finally:
-            self._arrays.clear()
-            while self._inputs:
-                self._inputs.popleft()[0].close()
-            self._stream.close()
-            self._outputs.close()
+                steps.callback(self._tier.free)
+            self._stream.synchronize()
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +255,7 @@ class KvCache:
         tier, layout, stream = self.tier, self.layout, self._stream
         quantised = layout.row_format is RowFormat.Q8G64
         new_rows = self.pass_rows(slot, np.arange(first, first + count, dtype=np.int32))
-        tier_pass: Pass = tier.begin(new_rows, prefill=count > self.query_rows_max)
+        tier_pass: Pass = tier.begin(new_rows, prefill=count > self.query_rows_max, attend=False)
         try:
             for index in range(layout.planes):
                 tier_pass.before_store(index)

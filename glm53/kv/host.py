@@ -23,16 +23,18 @@ import numpy as np
 
 from glm53.errors import HipError, InputError
 from glm53.hip import Array, Buffer, Device, Event, Stream
+from glm53.kv.blocks import DeviceBlocks
 from glm53.kv.extents import HostExtents
 from glm53.kv.host_passes import FullPass, StepPass, StreamPass
-from glm53.kv.passes import Pass, PassRows, RowLayout
+from glm53.kv.passes import ExtentPiece, Pass, PassRows, RowLayout
 from glm53.mem.extents import ExtentPool
 from glm53.mem.history import COPY_ROWS, CopyBatch, History, Rollback
+from glm53.mem.pool import Life
 from glm53.ops import hotcache, rows
 from glm53.spec import DType
 
 ROUND_TAG_MAX = 2**32 - 1
-LINEAR_STEP_ROWS = 4096  # linear buffers grow by multiples of it
+LINEAR_STEP_ROWS = 4096  # linear buffers are multiples of it, so that a long prompt allocates seldom
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,6 @@ class HostTier:
         self.hot_plane_bytes = config.hot_rows * layout.row_bytes
         self.group_planes_max = max(len(group) for group in layout.groups)
         self.staging_plane_bytes = config.step_rows_max * config.topk * layout.row_bytes
-        self.linear: list[Buffer] = []
         with ExitStack() as owned:
             self._allocate(owned, progress)
             self._owned = owned.pop_all()
@@ -134,6 +135,8 @@ class HostTier:
             owned.callback(array.free)
             return array
 
+        self.blocks = DeviceBlocks(device)  # hot buffers and temporaries
+        owned.callback(self.blocks.free)
         self.host = HostExtents(device, self.shape, config.chunk_bytes, config.method, "host history", chunk_extents_max=extents)
         owned.callback(self.host.free)
         self.tables = make(DType.U64, (config.sessions_max, extents), "tables")
@@ -150,7 +153,6 @@ class HostTier:
         self.refs = make(DType.U64, (config.rows_max,), "workspace")
         self.staging = device.alloc(self.group_planes_max * self.staging_plane_bytes, category="staging")
         owned.callback(self.staging.free)
-        owned.callback(self._free_linear)
         self.copy_stream = device.stream()
         owned.callback(self.copy_stream.close)
         self.side_stream = device.stream()
@@ -171,13 +173,13 @@ class HostTier:
         if not self._free_slots:
             raise InputError(f"all {len(self.sessions)} sessions are in use; close one first or open the engine with a larger sessions_max")
         slot = self._free_slots[-1]
-        hot = self.device.alloc(self.layout.planes * self.hot_plane_bytes, category="hot cache")
+        hot = self.blocks.lend(self.layout.planes * self.hot_plane_bytes, Life.LONG, "hot cache")
         try:
             self.slot_tables.reset(self.stream, slot)
             session = Session(slot, History(self.pool, ring_rows=self.config.hot_rows), hot, round=self.config.first_round)
             self.upload_states(session)
         except BaseException:
-            hot.free()
+            self.blocks.put_back(hot)
             raise
         self.sessions[self._free_slots.pop()] = session
         return slot
@@ -186,11 +188,12 @@ class HostTier:
         """Ends a history. It has ended also where this raises, because the device is lost or refuses to be waited for."""
         session = self.sessions.pop(slot)
         with ExitStack() as steps:  # each has its turn, the last one first
-            steps.callback(session.hot.free)
+            steps.callback(self.blocks.put_back, session.hot)
             for _, event in session.copies:
                 steps.callback(event.close)
             steps.callback(self._free_slots.append, slot)
             steps.callback(session.history.close)
+            self._undrained = True  # until it is drained: whoever gets the hot buffer or the extents waits for it
             self._drain()
 
     def rows(self, slot: int) -> int:
@@ -207,7 +210,7 @@ class HostTier:
         """Whether `wanted` rows select fewer old rows than there are, so that fetching misses moves less than streaming every layer."""
         return not session.full and wanted * self.config.topk < session.rows
 
-    def begin(self, rows: PassRows, prefill: bool) -> Pass:
+    def begin(self, rows: PassRows, prefill: bool, attend: bool = True) -> Pass:
         """See `Tier`. Raises with the histories as they were; only `InputError` and `DeviceMemoryError` leave their caches untouched."""
         runs = rows.runs
         self.ready([slot for slot, _, _ in runs])
@@ -215,8 +218,8 @@ class HostTier:
             session = self.sessions[slot]
             self.poll(session)
             self.reserve(session, int(rows.positions[first]) + last - first)
-        self._grow_ahead()
-        made = self._pass_for(rows, prefill)
+        self.grow_ahead()
+        made = self._pass_for(rows, prefill, attend)
         try:
             made.start()
         except BaseException:
@@ -224,15 +227,34 @@ class HostTier:
             raise
         return made
 
-    def _pass_for(self, rows: PassRows, prefill: bool) -> StepPass | FullPass | StreamPass:
+    def _pass_for(self, rows: PassRows, prefill: bool, attend: bool) -> StepPass | FullPass | StreamPass:
         if prefill:
             assert len(rows.runs) == 1, "a prompt chunk belongs to one session"
             session, count = self.sessions[rows.runs[0][0]], len(rows.positions)
             if session.full and session.rows + count <= self.config.hot_rows:
                 return FullPass(self, session, rows)
             if session.full or not self.gathers(session, count) or count > self.config.step_rows_max:
-                return StreamPass(self, session, rows)
+                return StreamPass(self, session, rows, attend)
         return StepPass(self, rows)
+
+    def adopt(self, slot: int, rows: int, piece: ExtentPiece) -> None:
+        """See `Tier`. The cache starts cold."""
+        session, shape = self.sessions[slot], self.shape
+        assert session.rows == 0, f"adopt: the history has {session.rows} rows"
+        self.ready([slot])
+        self.reserve(session, rows)
+        for first in range(0, rows, shape.extent_rows):
+            count = min(rows - first, shape.extent_rows)
+            extent = self.host.view(session.history.addresses[first // shape.extent_rows], shape.extent_bytes)
+            extent.reshape(shape.planes, shape.extent_rows, shape.row_bytes)[:, :count] = piece(first, count)
+        try:
+            if session.full:
+                self.leave_full(session)
+            session.history.bypass(rows)
+            self.upload_states(session)
+        except BaseException:
+            self.drop(slot, session.rows)
+            raise
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows: waits for copies of the others, makes their slots unfindable in stream order. Done also where it raises."""
@@ -339,7 +361,7 @@ class HostTier:
                 self.drop(session.slot, session.rows)
                 raise
 
-    def _grow_ahead(self) -> None:
+    def grow_ahead(self) -> None:
         """Has the next chunk page-locked by a thread when the next 2 * extent_rows rows of every open session would not find extents."""
         wanted = 0
         for session in self.sessions.values():
@@ -370,9 +392,8 @@ class HostTier:
         self.upload_states(session)
 
     def make_room(self, session: Session, count: int) -> None:
-        """Ring slots for `count` rows: the stream waits for the copies of the rows that they overwrite."""
+        """Ring slots for `count` rows: waits for the copies of the rows that they overwrite."""
         for _ in range(session.history.room(count)):
-            self.stream.wait(session.copies[0][1])
             self._complete_first(session)
 
     def written(self, session: Session, count: int) -> None:
@@ -457,23 +478,15 @@ class HostTier:
         """The host's copy of the round tag, which skips 0."""
         session.round = session.round + 1 if session.round < ROUND_TAG_MAX else 1
 
-    def linear_buffers(self, row_count: int) -> list[Buffer]:
-        """Two buffers of at least `row_count` rows of one layer each; grown in steps so that a long prompt allocates seldom."""
-        wanted = row_count * self.layout.row_bytes
-        if len(self.linear) < 2 or self.linear[0].byte_count < wanted:
-            self._free_linear()
-            rows = max(min(-(-row_count // LINEAR_STEP_ROWS) * LINEAR_STEP_ROWS, self.config.rows_max), row_count)
-            while len(self.linear) < 2:
-                self.linear.append(self.device.alloc(rows * self.layout.row_bytes, category="staging"))
-        return self.linear
-
-    def _free_linear(self) -> None:
-        while self.linear:
-            self.linear.pop().free()
+    def linear_buffer(self, row_count: int) -> Buffer:
+        """A temporary for at least `row_count` rows of one layer."""
+        rows = max(min(-(-row_count // LINEAR_STEP_ROWS) * LINEAR_STEP_ROWS, self.config.rows_max), row_count)
+        return self.blocks.lend(rows * self.layout.row_bytes, Life.TEMPORARY, "staging")
 
     def check(self) -> None:
-        """Invariants of pool and histories; every extent in use belongs to a session."""
+        """Invariants of pools and histories; every extent in use belongs to a session."""
         self.pool.check()
+        self.blocks.check()
         used = 0
         for session in self.sessions.values():
             session.history.check()

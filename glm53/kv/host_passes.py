@@ -6,14 +6,16 @@ Making one touches no device; `start` enqueues what comes before the first layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from glm53.hip import Array, Buffer, Event, Stream
 from glm53.kv.passes import PassRows
+from glm53.mem.pool import Life
 from glm53.ops import hotcache, rows
-from glm53.spec import Offsets
+from glm53.spec import DType, Offsets
 
 if TYPE_CHECKING:
     from glm53.kv.host import HostTier, Session
@@ -89,7 +91,7 @@ class StepPass:
             return
         layers = tier.layout.groups[group]
         if tier.config.fetch == "copy":
-            self._fetch_by_copies(range(layer, layers[-1] + 1))
+            gather_misses(tier, self.round_starts, [first for _, first, _ in self.runs], range(layer, layers[-1] + 1))
             return
         if len(layers) > 1:
             tier.order(tier.stream, tier.side_stream)
@@ -98,46 +100,8 @@ class StepPass:
             self._fetch(tier.side_stream, range(layer + 1, layers[-1] + 1))
             self.followers = tier.mark(tier.side_stream)
 
-    def _fetch(self, stream: Stream, planes: range, source_plane_bytes: int = 0) -> None:
-        tier = self.tier
-        rows.fetch(
-            stream,
-            tier.fetch_list,
-            self.round_starts,
-            planes=planes,
-            staging=tier.staging,
-            staging_plane_first=self.leader,
-            source_plane_bytes=source_plane_bytes or tier.shape.plane_bytes,
-            hot_plane_bytes=tier.hot_plane_bytes,
-            staging_plane_bytes=tier.staging_plane_bytes,
-            row_bytes=tier.layout.row_bytes,
-            k=tier.config.topk,
-        )
-
-    def _fetch_by_copies(self, planes: range) -> None:
-        """Where kernels cannot read host memory: the host gathers the missing rows, one copy brings them, and the same kernel deals them out."""
-        tier, row_bytes = self.tier, self.tier.layout.row_bytes
-        counts = tier.fetch_list.counts.numpy(tier.stream)
-        sources = tier.fetch_list.sources.numpy(tier.stream)
-        starts = [first * tier.config.topk for _, first, _ in self.runs]
-        wanted = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=False)])
-        if not len(wanted):
-            return
-        gathered = np.empty((len(planes), len(wanted), row_bytes), np.uint8)
-        for at, index in enumerate(wanted):
-            for plane in planes:
-                gathered[plane - planes.start, at] = tier.host.view(int(sources[index]) + plane * tier.shape.plane_bytes, row_bytes)
-        bounce = Array.from_numpy(tier.device, gathered, category="staging")
-        plane_bytes = len(wanted) * row_bytes
-        try:
-            moved = np.zeros_like(sources)
-            first_plane = bounce.address - planes.start * plane_bytes
-            moved[wanted] = (first_plane + np.arange(len(wanted)) * row_bytes).astype(np.uint64)
-            tier.fetch_list.sources.upload(moved, tier.stream)
-            self._fetch(tier.stream, planes, source_plane_bytes=plane_bytes)
-            tier.stream.synchronize()
-        finally:
-            bounce.free()
+    def _fetch(self, stream: Stream, planes: range) -> None:
+        fetch_misses(self.tier, stream, self.round_starts, planes, self.leader)
 
     def before_attention(self, layer: int) -> None:
         if layer != self.leader and self.followers is not None:
@@ -162,6 +126,51 @@ class StepPass:
         followers, self.followers = self.followers, None
         if followers is not None:
             followers.close()
+
+
+def fetch_misses(tier: HostTier, stream: Stream, round_starts: Array, planes: range, leader: int, source_plane_bytes: int = 0) -> None:
+    """Copies the rows of the tier's fetch list into slots and staging rows; `leader` is the first layer of their group."""
+    rows.fetch(
+        stream,
+        tier.fetch_list,
+        round_starts,
+        planes=planes,
+        staging=tier.staging,
+        staging_plane_first=leader,
+        source_plane_bytes=source_plane_bytes or tier.shape.plane_bytes,
+        hot_plane_bytes=tier.hot_plane_bytes,
+        staging_plane_bytes=tier.staging_plane_bytes,
+        row_bytes=tier.layout.row_bytes,
+        k=tier.config.topk,
+    )
+
+
+def gather_misses(tier: HostTier, round_starts: Array, first_rows: Sequence[int], planes: range) -> None:
+    """Where kernels cannot read host memory: the host gathers the missing rows of a whole group, one copy brings them, and the same kernel deals them
+    out. first_rows: the first query row of each round. Waits for the device."""
+    row_bytes = tier.layout.row_bytes
+    counts = tier.fetch_list.counts.numpy(tier.stream)
+    sources = tier.fetch_list.sources.numpy(tier.stream)
+    starts = [first * tier.config.topk for first in first_rows]
+    wanted = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=False)])
+    if not len(wanted):
+        return
+    gathered = np.empty((len(planes), len(wanted), row_bytes), np.uint8)
+    for at, index in enumerate(wanted):
+        for plane in planes:
+            gathered[plane - planes.start, at] = tier.host.view(int(sources[index]) + plane * tier.shape.plane_bytes, row_bytes)
+    bounce = tier.blocks.lend(gathered.nbytes, Life.TEMPORARY, "staging")
+    plane_bytes = len(wanted) * row_bytes
+    try:
+        Array(bounce, DType.U8, gathered.shape).upload(gathered, tier.stream)
+        moved = np.zeros_like(sources)
+        first_plane = bounce.address - planes.start * plane_bytes
+        moved[wanted] = (first_plane + np.arange(len(wanted)) * row_bytes).astype(np.uint64)
+        tier.fetch_list.sources.upload(moved, tier.stream)
+        fetch_misses(tier, tier.stream, round_starts, planes, planes.start, source_plane_bytes=plane_bytes)
+        tier.stream.synchronize()
+    finally:
+        tier.blocks.put_back(bounce)
 
 
 class FullPass:
@@ -201,11 +210,11 @@ class StreamPass:
     """A prompt chunk of one session, one layer at a time: earlier rows come from host memory into one of two linear buffers while the layer before
     is computed in the other; new rows are appended there, go to their extents, and the last ones seed the hot cache.
 
-    Device memory is bounded by two layers of the session.
+    Device memory is bounded by two layers of the session. Without `attend` nobody reads the earlier rows, and they stay where they are.
     """
 
-    def __init__(self, tier: HostTier, session: Session, pass_rows: PassRows):
-        self.tier, self.session, self.rows = tier, session, pass_rows
+    def __init__(self, tier: HostTier, session: Session, pass_rows: PassRows, attend: bool):
+        self.tier, self.session, self.rows, self.attend = tier, session, pass_rows, attend
         count = len(pass_rows.positions)
         self.start_row = int(pass_rows.positions[0])
         self.stop = self.start_row + count
@@ -219,7 +228,8 @@ class StreamPass:
         if session.full:
             tier.leave_full(session)
         tier.bring_home(session)
-        self.buffers = tier.linear_buffers(self.stop)
+        while len(self.buffers) < 2:
+            self.buffers.append(tier.linear_buffer(self.stop))
         hotcache.place_linear(tier.stream, self.rows.device_positions, self.refs, tier.layout.row_bytes)
         self.seeds = self._seed_pieces(self.stop - self.start_row)
         tier.order(tier.stream, tier.side_stream)
@@ -238,11 +248,12 @@ class StreamPass:
         return pieces
 
     def _bring(self, layer: int) -> None:
-        """Enqueues the earlier rows of a layer into its buffer, on the side stream."""
+        """Enqueues the earlier rows of a layer into its buffer, on the side stream, behind what the layer before moves out of it."""
         tier = self.tier
-        if self.start_row and tier.config.fetch == "copy":
+        brings = self.attend and self.start_row > 0
+        if brings and tier.config.fetch == "copy":
             self._bring_by_copies(layer)
-        elif self.start_row:
+        elif brings:
             rows.gather_plane(
                 tier.side_stream,
                 tier.tables.slice(self.session.slot, self.session.slot + 1),
@@ -304,11 +315,18 @@ class StreamPass:
             hotcache.seed(tier.stream, tier.states, tier.slot_tables, session.slot, first, last, slot)
             session.seed_slot = (slot + last - first) % tier.config.slots
         tier.upload_states(session)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """The next user's work is enqueued behind this pass's on the main stream, or after a drain where the pass failed."""
+        while self.buffers:
+            self.tier.blocks.put_back(self.buffers.pop())
 
     def abandon(self) -> None:
         """Seeded slots may have been overwritten without their tables: what they held is forgotten."""
         self.session.cold = True
         self.tier.drop(self.session.slot, self.start_row)
+        self._put_back()
         ready, self.ready = self.ready, [None, None]
         for event in ready:
             if event is not None:

@@ -7,6 +7,7 @@ the rows are written to `refs`, on a full layer `plan`, then `before_attention`,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +83,10 @@ class Pass(Protocol):
         """The pass failed, in `finish` at the latest: its rows are dropped and nothing it brought in is ever found."""
 
 
+# piece(first, count): rows [first, first + count) of one extent, [planes, count, row_bytes] u8.
+ExtentPiece = Callable[[int, int], np.ndarray]
+
+
 class Tier(Protocol):
     """Where the histories of sessions live. Slots are small numbers handed out by `open`."""
 
@@ -97,7 +102,11 @@ class Tier(Protocol):
     def chunk_rows(self, slot: int, wanted: int) -> int:
         """How many of `wanted` prompt rows the next pass may hold."""
 
-    def begin(self, rows: PassRows, prefill: bool) -> Pass: ...
+    def begin(self, rows: PassRows, prefill: bool, attend: bool = True) -> Pass:
+        """A pass for these rows. attend: False if nothing is read through a plan, so that earlier rows need not be brought in."""
+
+    def adopt(self, slot: int, rows: int, piece: ExtentPiece) -> None:
+        """Rows [0, rows) of an empty history come from elsewhere, extent by extent, and are settled when this returns."""
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows, also where it raises."""

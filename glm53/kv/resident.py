@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from glm53.hip import Array, Device, Stream
-from glm53.kv.passes import PassRows, RowLayout
+from glm53.kv.passes import ExtentPiece, PassRows, RowLayout
 from glm53.kv.store import RowStore
 from glm53.mem.extents import ExtentPool
 from glm53.ops import hotcache
@@ -35,12 +37,27 @@ class ResidentTier:
     def chunk_rows(self, slot: int, wanted: int) -> int:
         return wanted
 
-    def begin(self, rows: PassRows, prefill: bool) -> ResidentPass:
+    def begin(self, rows: PassRows, prefill: bool, attend: bool = True) -> ResidentPass:
         for session, first, last in rows.runs:
             self.store.reserve(session, int(rows.positions[first]) + last - first)
         made = ResidentPass(self, rows)
         made.start()
         return made
+
+    def adopt(self, slot: int, rows: int, piece: ExtentPiece) -> None:
+        store, shape = self.store, self.store.shape
+        assert store.rows(slot) == 0, f"adopt: the history has {store.rows(slot)} rows"
+        store.reserve(slot, rows)
+        for index, address in enumerate(store.addresses(slot)):
+            first = index * shape.extent_rows
+            count = min(rows - first, shape.extent_rows)
+            if count <= 0:
+                break
+            data = np.ascontiguousarray(piece(first, count))
+            for plane in range(shape.planes):
+                self.stream.copy(address + plane * shape.plane_bytes, data[plane].ctypes.data, count * shape.row_bytes)
+            self.stream.synchronize()
+        store.advance(slot, rows)
 
     def truncate(self, slot: int, rows: int) -> None:
         self.store.truncate(slot, rows)
@@ -55,9 +72,11 @@ class ResidentTier:
         self.store.check()
 
     def free(self) -> None:
-        self.store.free()
-        if not self.refs.buffer.freed:
-            self.refs.free()
+        try:
+            self.store.free()
+        finally:
+            if not self.refs.buffer.freed:
+                self.refs.free()
 
 
 class ResidentPass:

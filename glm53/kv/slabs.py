@@ -1,8 +1,8 @@
 """Host memory for histories: page-locked slabs that the device reads and writes over the link.
 
-A slab is 2 MiB aligned, huge-page backed where the system grants it, touched by threads before it is page-locked, never copied to a child process,
-and coherent: rows are rewritten at the same address, so a device must not keep old copies. Made chunk by chunk, several at a time; if one fails,
-all are given back. `SlabAhead` makes the next one in a thread before it is needed.
+A slab is 2 MiB aligned, huge-page backed where the system grants it, touched by threads on the device's NUMA node before it is page-locked, never
+copied to a child process, and coherent: rows are rewritten at the same address, so a device must not keep old copies. Made chunk by chunk, several
+at a time; if one fails, all are given back. `SlabAhead` makes the next one in a thread before it is needed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from glm53.errors import DeviceMemoryError, Glm53Error, HipError, human_bytes
 from glm53.hip import Device
+from glm53.kv import numa
 
 HUGE_PAGE_BYTES = 2 << 20
 THREADS = 4  # that touch pages, or prepare chunks at the same time
@@ -54,6 +55,7 @@ class Slab:
             whole = np.frombuffer(self._mapping, np.uint8)
             start = -whole.ctypes.data % HUGE_PAGE_BYTES
             array = whole[start : start + byte_count]
+            numa.place(array, device)
             _touch(array, touch_threads)
             self.buffer = device.host_register(array, coherent=True, category=category)
         else:

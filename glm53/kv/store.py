@@ -6,6 +6,8 @@ and says where things are. One store holds one kind of row (MLA rows, index keys
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 
 from glm53.errors import DeviceMemoryError, InputError
@@ -47,6 +49,10 @@ class RowStore:
     def rows(self, slot: int) -> int:
         """Rows written so far."""
         return self._histories[slot].rows
+
+    def addresses(self, slot: int) -> list[int]:
+        """Device addresses of a history's extents, by position."""
+        return list(self._histories[slot].addresses)
 
     def reserve(self, slot: int, rows: int) -> None:
         """Makes room for `rows` rows in all and updates the session's table. Raises DeviceMemoryError with nothing changed; after a HipError of
@@ -107,7 +113,8 @@ class RowStore:
         for history in self._histories.values():
             history.close()
         self._histories.clear()
-        while self._slabs:
-            self._slabs.pop().free()
-        if not self.tables.buffer.freed:
-            self.tables.buffer.free()
+        with ExitStack() as steps:  # each has its turn, whatever another one raises
+            if not self.tables.buffer.freed:
+                steps.callback(self.tables.free)
+            while self._slabs:
+                steps.callback(self._slabs.pop().free)

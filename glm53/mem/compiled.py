@@ -13,7 +13,7 @@ from numba import from_dtype, njit, types
 COPY_ROWS = 64  # rows of a full copy-back batch; batches never cross a multiple of it
 
 EXTENT = np.dtype([("address", np.uint64), ("host_address", np.uint64), ("references", np.int64)])
-BLOCK = np.dtype([("address", np.uint64), ("capacity", np.int64), ("asked", np.int64), ("state", np.int64)])
+BLOCK = np.dtype([("capacity", np.int64), ("asked", np.int64), ("state", np.int64)])
 HISTORY = np.dtype(
     [
         ("rows", np.int64),

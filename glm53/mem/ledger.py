@@ -110,16 +110,6 @@ class Ledger:
             found.setdefault(place, {})[category] = held.byte_count
         return found
 
-    def move(self, place: str, source: str, target: str, byte_count: int) -> None:
-        """An allocation changes its category; the bytes and the peak of the place stay. Raises as `release`, with nothing changed."""
-        with self._lock:
-            rest = self._without(place, source, byte_count)
-            if source == target:
-                return
-            self._set(place, source, rest)
-            held = self._accounts.get((place, target), _NOTHING)
-            self._set(place, target, Balance(held.byte_count + byte_count, held.allocations + 1))
-
     def _without(self, place: str, category: str, byte_count: int) -> Balance:
         held = self._accounts.get((place, category), _NOTHING)
         rest = Balance(held.byte_count - byte_count, held.allocations - 1)

@@ -6,6 +6,7 @@ distance backwards. Everything is in multiples of 16 bytes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from glm53.hip import Array, Buffer, Device, Stream
@@ -122,6 +123,61 @@ def cost_store_rows(rows: int, width: int, item_bytes: int, row_bytes: int) -> C
     return Cost(bytes=rows * (width * item_bytes + row_bytes + 8), flops=0)
 
 
+@dataclass(frozen=True)
+class FetchPlanes:
+    """Where fetched rows come from and go to. Source of plane l: sources[e] + l * source_plane_bytes (host extents, as the device sees them). Target: a
+    hot reference plus l * hot_plane_bytes, or a staging reference's payload plus staging + (l - staging_plane_first) * staging_plane_bytes.
+    staging: None if no entry points there. Bytes are multiples of 16.
+    """
+
+    staging: Array | Buffer | None
+    staging_plane_first: int
+    source_plane_bytes: int
+    hot_plane_bytes: int
+    staging_plane_bytes: int
+    row_bytes: int
+
+
+def fetch_list_args(fetch: FetchList, round_starts: Array, planes: range, places: FetchPlanes, k: int, blocks: int) -> fetch_args:
+    """Arguments of a fetch of `planes`, list i from entry round_starts[i] * k on, dealt over `blocks` blocks. Raises ContractError."""
+    d = Dims("fetch")
+    d.match("round_starts", round_starts, None, dtype=DType.I32)
+    rounds = round_starts.shape[0] - 1
+    d.match("counts", fetch.counts, None, dtype=DType.I32)
+    d.require(1 <= rounds <= fetch.counts.shape[0], f"round_starts has {rounds} rounds, expected 1 to {fetch.counts.shape[0]}, the size of counts")
+    d.match("sources", fetch.sources, "entries", dtype=DType.U64)
+    d.match("targets", fetch.targets, "entries", dtype=DType.U64)
+    d.require(1 <= k <= d["entries"], f"k is {k}, expected 1 to entries={d['entries']} (bound by sources dim 0)")
+    d.require(planes.step == 1 and len(planes) > 0 and planes.start >= 0, f"planes is {planes}, expected an ascending, non-empty range")
+    row_bytes, staging = places.row_bytes, places.staging
+    d.require(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}, expected a multiple of 16")
+    strides = (places.source_plane_bytes, places.hot_plane_bytes, places.staging_plane_bytes)
+    d.require(all(stride % 16 == 0 for stride in strides), f"plane strides are {strides}, expected multiples of 16")
+    words = row_bytes // 16
+    d.require(d["entries"] * words < LIST_WORDS_LIMIT, f"the lists hold {d['entries'] * row_bytes} bytes, expected below 2^35; next: fewer rows")
+    if staging is not None:
+        first = places.staging_plane_first
+        needed = (planes.stop - 1 - first) * places.staging_plane_bytes
+        d.require(0 <= first <= planes.start, f"staging_plane_first is {first}, expected 0 to {planes.start}")
+        d.require(needed < byte_size(staging), f"staging has {byte_size(staging)} bytes, its last plane starts at {needed}")
+    d.require(0 < blocks < 1 << 20, f"blocks is {blocks}, expected 1 to 2^20 - 1")
+    return fetch_args(
+        sources=fetch.sources.address,
+        targets=fetch.targets.address,
+        counts=fetch.counts.address,
+        round_starts=round_starts.address,
+        staging=None if staging is None else staging.address,
+        source_plane_bytes=places.source_plane_bytes % ADDRESS_LIMIT,
+        hot_plane_bytes=places.hot_plane_bytes % ADDRESS_LIMIT,
+        staging_plane_bytes=places.staging_plane_bytes % ADDRESS_LIMIT,
+        k=k,
+        row_bytes=row_bytes,
+        plane_first=planes.start,
+        staging_plane_first=places.staging_plane_first,
+        blocks=blocks,
+    )
+
+
 def fetch(
     stream: Stream,
     fetch: FetchList,
@@ -140,48 +196,16 @@ def fetch(
     """Copies the rows of every round's fetch list, for each plane l of `planes`, in stream order before attention reads them.
 
     fetch: sources, targets [at least rows * k] u64, counts [at least rounds] i32; list i starts at entry round_starts[i] * k. round_starts
-    [rounds + 1] i32. Source: sources[e] + l * source_plane_bytes (host extents, as the device sees them). Target: a hot reference plus
-    l * hot_plane_bytes, or a staging reference's payload plus staging + (l - staging_plane_first) * staging_plane_bytes.
-    staging: None if no entry points there. blocks: blocks a round and plane, None: from the compute units. Lists may be empty.
-    Raises ContractError.
+    [rounds + 1] i32. From staging to row_bytes: `FetchPlanes`. blocks: blocks a round and plane, None: from the compute units. Lists may be
+    empty. Raises ContractError.
     """
-    d = Dims("fetch")
-    d.match("round_starts", round_starts, None, dtype=DType.I32)
-    rounds = round_starts.shape[0] - 1
-    d.match("counts", fetch.counts, None, dtype=DType.I32)
-    d.require(1 <= rounds <= fetch.counts.shape[0], f"round_starts has {rounds} rounds, expected 1 to {fetch.counts.shape[0]}, the size of counts")
-    d.match("sources", fetch.sources, "entries", dtype=DType.U64)
-    d.match("targets", fetch.targets, "entries", dtype=DType.U64)
-    d.require(1 <= k <= d["entries"], f"k is {k}, expected 1 to entries={d['entries']} (bound by sources dim 0)")
-    d.require(planes.step == 1 and len(planes) > 0 and planes.start >= 0, f"planes is {planes}, expected an ascending, non-empty range")
-    d.require(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}, expected a multiple of 16")
-    strides = (source_plane_bytes, hot_plane_bytes, staging_plane_bytes)
-    d.require(all(stride % 16 == 0 for stride in strides), f"plane strides are {strides}, expected multiples of 16")
-    words = row_bytes // 16
-    d.require(d["entries"] * words < LIST_WORDS_LIMIT, f"the lists hold {d['entries'] * row_bytes} bytes, expected below 2^35; next: fewer rows")
-    if staging is not None:
-        needed = (planes.stop - 1 - staging_plane_first) * staging_plane_bytes
-        d.require(0 <= staging_plane_first <= planes.start, f"staging_plane_first is {staging_plane_first}, expected 0 to {planes.start}")
-        d.require(needed < byte_size(staging), f"staging has {byte_size(staging)} bytes, its last plane starts at {needed}")
+    places = FetchPlanes(staging, staging_plane_first, source_plane_bytes, hot_plane_bytes, staging_plane_bytes, row_bytes)
+    rounds = max(1, round_starts.shape[0] - 1)
     if blocks is None:
         block_words = stream.device.kernel("fetch_rows").constants["words"]
-        blocks = copy_blocks(stream.device, d["entries"] // rounds * words, rounds * len(planes), block_words)
-    d.require(0 < blocks < 1 << 20, f"blocks is {blocks}, expected 1 to 2^20 - 1")
-    args = fetch_args(
-        sources=fetch.sources.address,
-        targets=fetch.targets.address,
-        counts=fetch.counts.address,
-        round_starts=round_starts.address,
-        staging=None if staging is None else staging.address,
-        source_plane_bytes=source_plane_bytes % ADDRESS_LIMIT,
-        hot_plane_bytes=hot_plane_bytes % ADDRESS_LIMIT,
-        staging_plane_bytes=staging_plane_bytes % ADDRESS_LIMIT,
-        k=k,
-        row_bytes=row_bytes,
-        plane_first=planes.start,
-        staging_plane_first=staging_plane_first,
-        blocks=blocks,
-    )
+        list_words = fetch.sources.shape[0] // rounds * (places.row_bytes // 16)
+        blocks = copy_blocks(stream.device, list_words, rounds * max(1, len(planes)), block_words)
+    args = fetch_list_args(fetch, round_starts, planes, places, k, blocks)
     launch(stream, "fetch_rows", (blocks, rounds, len(planes)), args)
 
 

@@ -13,7 +13,7 @@ static size_t log_used;
 static char fail_name[64];
 static int fail_code;
 static _Thread_local void* current;
-static char contexts[DEVICES];
+static char contexts[DEVICES], other_context;
 static int handles;
 static int capture_status;
 static int event_status;
@@ -69,7 +69,19 @@ int cuDeviceGetPCIBusId(char* s, int n, int d) { snprintf(s, (size_t)n, "0000:1b
 int cuDeviceCanAccessPeer(int* v, int a, int b) { *v = a != b; return 0; }
 int cuDevicePrimaryCtxRetain(void** c, int d) { NOTE("cuDevicePrimaryCtxRetain", "%d", d - 40); *c = &contexts[d - 40]; return 0; }
 int cuCtxGetCurrent(void** c) { *c = current; return 0; }
-int cuCtxSetCurrent(void* c) { NOTE("cuCtxSetCurrent", "%d", (int)((char*)c - contexts)); current = c; return 0; }
+static int device_of(void* c) { return c == &other_context ? 1 : (int)((char*)c - contexts); }
+int cuCtxGetDevice(int* d) { NEED_CONTEXT; *d = device_of(current) + 40; return 0; }
+int cuCtxSetCurrent(void* c) {
+  char name[16] = "none";
+  if (c == &other_context) snprintf(name, sizeof name, "other");
+  else if (c) snprintf(name, sizeof name, "%d", device_of(c));
+  NOTE("cuCtxSetCurrent", "%s", name);
+  current = c;
+  return 0;
+}
+/* What another user of CUDA in this thread does: makes a context current, the primary one of a device, another one on device 1 (2), or none. */
+void mock_context(int which) { current = which < 0 ? NULL : which == 2 ? &other_context : &contexts[which]; }
+int mock_current(void) { return !current ? -1 : current == &other_context ? 2 : device_of(current); }
 int cuCtxSynchronize(void) { NEED_CONTEXT; NOTE("cuCtxSynchronize", "%s", ""); return 0; }
 int cuCtxEnablePeerAccess(void* c, unsigned f) {
   NEED_CONTEXT;

@@ -32,6 +32,7 @@ def call(name, *args):
     return getattr(hip, name)(*args)
 pointer, count = c_void_p(), c_int()
 assert call("hipInit", 0) == 0
+mock.mock_context(0)
 assert call("hipDeviceSynchronize") == 0
 log()
 """
@@ -283,19 +284,61 @@ thread = threading.Thread(target=other)
 thread.start()
 thread.join()
 print(call("hipMalloc", byref(pointer), c_size_t(64)), log())
+mock.mock_context(1)
 print(call("hipDeviceEnablePeerAccess", 0, 0), log(), call("hipDeviceEnablePeerAccess", 1, 0), call("hipDeviceEnablePeerAccess", 0, 1))
 mock.mock_fail(b"cuCtxEnablePeerAccess", 704)
 print(call("hipDeviceEnablePeerAccess", 0, 0))
 """)
     assert lines == [
-        "0 0 ['cuDevicePrimaryCtxRetain(1)', 'cuCtxSetCurrent(1)', 'cuMemAlloc_v2(64)']",
+        "0 0 ['cuDevicePrimaryCtxRetain(1)', 'cuCtxSetCurrent(1)', 'cuMemAlloc_v2(64)', 'cuCtxSetCurrent(0)']",
         "101 101",
         "thread 0 0",
-        "['cuCtxSetCurrent(0)', 'cuMemAlloc_v2(64)']",
-        "0 ['cuMemAlloc_v2(64)']",
+        "['cuCtxSetCurrent(0)', 'cuMemAlloc_v2(64)', 'cuCtxSetCurrent(none)']",
+        "0 ['cuCtxSetCurrent(1)', 'cuMemAlloc_v2(64)', 'cuCtxSetCurrent(0)']",
         "0 ['cuCtxEnablePeerAccess(0, 0)'] 101 1",
         "704",
     ]
+
+
+def test_the_callers_context_stays_and_decides_the_device(cuda: Callable[[str], list[str]]) -> None:
+    """Contexts of another user of CUDA in the thread: none, the primary ones, and one of its own on device 1, in which we never work."""
+    lines = cuda("""
+def look():
+    assert call("hipGetDevice", byref(count)) == 0
+    return count.value, mock.mock_current()
+for context in (-1, 0, 1, 2):
+    mock.mock_context(context)
+    print(context, look(), call("hipMalloc", byref(pointer), c_size_t(64)), look(), log())
+    mock.mock_fail(b"cuMemAlloc_v2", 2)
+    print(call("hipMalloc", byref(pointer), c_size_t(64)), mock.mock_current(), "out of memory" in hip.glm53_runtime_message().decode())
+    found = look()[0]
+    for device in (0, 1):
+        call("hipSetDevice", device)
+        log()
+        print(device, look(), call("hipMalloc", byref(pointer), c_size_t(64)), mock.mock_current(), [each for each in log() if "Set" in each][:1])
+    call("hipSetDevice", found)
+mock.mock_context(1)
+print(look())
+""")
+    assert lines == [
+        "-1 (0, -1) 0 (0, -1) ['cuCtxSetCurrent(0)', 'cuMemAlloc_v2(64)', 'cuCtxSetCurrent(none)']",
+        "2 -1 True",
+        "0 (0, -1) 0 -1 ['cuCtxSetCurrent(0)']",
+        "1 (1, -1) 0 -1 ['cuCtxSetCurrent(1)']",
+        "0 (0, 0) 0 (0, 0) ['cuMemAlloc_v2(64)']",
+        "2 0 True",
+        "0 (0, 0) 0 0 []",
+        "1 (1, 0) 0 0 ['cuCtxSetCurrent(1)']",
+        "1 (1, 1) 0 (1, 1) ['cuMemAlloc_v2(64)']",
+        "2 1 True",
+        "0 (0, 1) 0 1 ['cuCtxSetCurrent(0)']",
+        "1 (1, 1) 0 1 []",
+        "2 (1, 2) 0 (1, 2) ['cuCtxSetCurrent(1)', 'cuMemAlloc_v2(64)', 'cuCtxSetCurrent(other)']",
+        "2 2 True",
+        "0 (0, 2) 0 2 ['cuCtxSetCurrent(0)']",
+        "1 (1, 2) 0 2 ['cuCtxSetCurrent(1)']",
+        "(1, 1)",
+    ], "\n".join(lines)
 
 
 def test_properties_in_the_layout_hip_python_reads(child: Callable[..., str], mock_cuda: Path) -> None:

@@ -34,7 +34,6 @@ KINDS = ("allocations", "allocated_bytes", "host_allocations", "registrations", 
 
 # APIs that a warm engine calls all the time, and those that only a fresh one calls. The values: settings that make it call them.
 STEADY: dict[str, dict[str, Any]] = {
-    "hipMalloc": {},
     "hipMemcpyAsync": {},
     "hipMemcpy2DAsync": {},
     "hipMemsetAsync": {},

@@ -118,17 +118,17 @@ def test_the_next_slab_is_ready_before_it_is_needed(device: Device, ledger: Ledg
     tier = HostTier(device, device.stream(), LAYOUT, config)
     session = tier.sessions[tier.open()]
     tier.reserve(session, 2048)
-    tier._grow_ahead()
+    tier.grow_ahead()
     assert tier.pool.capacity == 4 and tier.host._ahead._coming is None, "2 free extents hold the next 2 * extent_rows rows"
     tier.reserve(session, 3000)
     session.history.bypass(3000)  # as after a prompt
-    tier._grow_ahead()
+    tier.grow_ahead()
     coming = tier.host._ahead._coming
     assert coming is not None
     coming.result()
     tier.reserve(session, 3000)
     assert tier.pool.capacity == 4
-    tier._grow_ahead()
+    tier.grow_ahead()
     assert tier.pool.capacity == 8
     tier.check()
     tier.free()
@@ -144,8 +144,8 @@ def test_a_failure_ahead_of_need_is_told_when_it_matters(device: Device, control
         tier.reserve(session, tier.pool.capacity * 1024)
         session.history.bypass(tier.pool.capacity * 1024 - session.history.rows)
         control.glm53_cpu_fail(b"hipHostRegister", 1, 2)
-        tier._grow_ahead()
-        tier._grow_ahead()
+        tier.grow_ahead()
+        tier.grow_ahead()
         assert tier.host._ahead._coming is not None
         with pytest.raises(DeviceMemoryError, match="chunk 1 of 1"):
             tier.host._ahead._coming.result()

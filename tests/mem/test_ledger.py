@@ -25,11 +25,7 @@ def test_random_operations_match_a_list_of_allocations(events: list[tuple[str, s
             live.append((place, category, size))
         else:
             old_place, old_category, old_size = live.pop(size % len(live))
-            if choice < 8:
-                ledger.release(old_place, old_category, old_size)
-            else:
-                ledger.move(old_place, old_category, category, old_size)
-                live.append((old_place, category, old_size))
+            ledger.release(old_place, old_category, old_size)
         ledger.check()
         for each in PLACES:
             total = sum(size for at, _, size in live if at == each)
@@ -61,8 +57,6 @@ def test_refusals_name_the_account_and_change_nothing() -> None:
     ]:
         with pytest.raises(ReleaseError, match=f"{place}, {category}"):
             ledger.release(place, category, size)
-        with pytest.raises(ReleaseError):
-            ledger.move(place, category, "other", size)
     ledger.release("device 0", "rows", 2048)
     with pytest.raises(ReleaseError, match=r"release of 1 B from device 0, rows, which holds 1024 B \(1.0 KiB\) in 1"):
         ledger.release("device 0", "rows", 1)

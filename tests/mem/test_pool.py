@@ -1,242 +1,133 @@
-"""The buffer pool against a simulated device: exact long-lived capacities, bounded waste, room, and accounting by capacity."""
+"""The buffer pool by itself: exact long-lived capacities, bounded waste, and cached bytes that never cost more than the peak of the lent ones."""
 
 from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
-from glm53.errors import DeviceMemoryError
-from glm53.mem.ledger import Ledger
-from glm53.mem.pool import CACHED_CATEGORY, Allocate, Block, BufferPool, Life, Use
+from glm53.mem.pool import Allocate, BufferPool, Life, Use
 
 MIB = 1 << 20
-PLACE = "device 0"
 
 
 class Device:
-    """A device's allocator: first fit over `size` bytes, and the binding that does what the pool decides."""
+    """The binding: allocations by index, as `glm53.kv.blocks` has them."""
 
-    def __init__(self, pool: BufferPool, size: int):
-        self.pool, self.size = pool, size
-        self.spans: dict[int, int] = {}  # address -> bytes
+    def __init__(self) -> None:
+        self.pool = BufferPool()
+        self.blocks: dict[int, int] = {}  # index -> bytes
 
-    @property
-    def used(self) -> int:
-        return sum(self.spans.values())
-
-    def malloc(self, byte_count: int) -> int | None:
-        address = 4096
-        for begin in sorted(self.spans):
-            if begin - address >= byte_count:
-                break
-            address = begin + self.spans[begin]
-        if address + byte_count > 4096 + self.size:
-            return None
-        self.spans[address] = byte_count
-        return address
-
-    def release(self, blocks: tuple[Block, ...]) -> None:
-        for block in blocks:
-            assert self.spans.pop(block.address) == block.capacity
-            self.pool.released(block)
-
-    def get(self, byte_count: int, life: Life, category: str) -> Block | None:
-        decision = self.pool.request(byte_count, life, category)
+    def get(self, byte_count: int, life: Life) -> int:
+        decision = self.pool.request(byte_count, life)
         if isinstance(decision, Use):
-            return decision.block
+            return decision.index
         self.release(decision.release)
-        while (address := self.malloc(decision.capacity)) is None:
-            more = self.pool.make_room(1)
-            if not more:
-                return None
-            self.release(more)
-        return self.pool.adopt(address, decision.capacity, byte_count, life, category)
+        index = self.pool.adopt(byte_count, life)
+        assert index not in self.blocks, "a place was given twice"
+        self.blocks[index] = byte_count
+        return index
+
+    def release(self, indices: tuple[int, ...]) -> None:
+        for index in indices:
+            del self.blocks[index]
 
 
-def device_of(size: int = 1024 * MIB, **options: int) -> Device:
-    return Device(BufferPool(PLACE, Ledger(), **options), size)
-
-
-def got(block: Block | None) -> Block:
-    assert block is not None
-    return block
+def filled(*sizes: int) -> tuple[Device, list[int]]:
+    """A pool with cached blocks of these sizes, and their indices."""
+    device = Device()
+    indices = [device.get(size, Life.TEMPORARY) for size in sizes]
+    for index in indices:
+        device.pool.give_back(index)
+    return device, indices
 
 
 def test_long_lived_buffers_do_not_retain_oversized_blocks() -> None:
-    device = device_of()
-    pool, ledger = device.pool, device.pool.ledger
-    prefill = [got(device.get(size * MIB, Life.TEMPORARY, "activations")) for size in (1, 16, 64, 128, 256)]
-    for block in prefill:
-        pool.give_back(block)
-    assert pool.cached_bytes == ledger.balance(PLACE, CACHED_CATEGORY).byte_count == 465 * MIB
-    sizes = [40_000, MIB // 2, MIB - 300, 60 * MIB, 255 * MIB]
-    held = [got(device.get(size, Life.LONG, "hot cache")) for size in sizes]
-    pool.check()
-    assert [block.capacity for block in held] == [pool.capacity_for(size) for size in sizes], "a long-lived buffer got a larger block"
-    assert not {block.address for block in held} & {block.address for block in prefill}
-    assert ledger.balance(PLACE, "hot cache").byte_count == sum(block.capacity for block in held)
-    for block in pool.trim():
-        device.release((block,))
-    assert device.used == ledger.total(PLACE) == sum(pool.capacity_for(size) for size in sizes), "large blocks stay behind small buffers"
-
-
-def test_long_lived_request_takes_a_cached_block_of_its_very_capacity() -> None:
-    device = device_of()
-    block = got(device.get(1000, Life.TEMPORARY, "activations"))
-    device.pool.give_back(block)
-    assert device.pool.request(1024, Life.LONG, "tables") == Use(block)
-    assert device.pool.wasted_bytes == 0 and device.pool.ledger.balance(PLACE, "tables").byte_count == 1024
+    device, prefill = filled(*(size * MIB for size in (1, 16, 64, 128, 256)))
+    sizes = [40_000, MIB // 2, MIB - 1, 60 * MIB, 128 * MIB, 255 * MIB]
+    held = [device.get(size, Life.LONG) for size in sizes]
     device.pool.check()
+    assert [device.blocks[index] for index in held] == sizes, "a long-lived buffer got a larger block"
+    assert held[4] == prefill[3], "a block of exactly the bytes was not used"
+    device.release(device.pool.make_room(1 << 40))
+    assert sum(device.blocks.values()) == sum(sizes) == device.pool.lent_bytes and device.pool.cached_bytes == 0
 
 
 def test_temporaries_take_the_best_fit_up_to_the_waste_bound() -> None:
-    device = device_of(waste_max_percent=25)
-    blocks = {size: got(device.get(size * 1024, Life.TEMPORARY, "activations")) for size in (200, 100, 120, 110)}
-    for block in blocks.values():
-        device.pool.give_back(block)
+    device, (of_200, of_100, of_120, of_110) = filled(200_000, 100_000, 120_000, 110_000)
     pool = device.pool
-    assert pool.request(96 * 1024, Life.TEMPORARY, "a") == Use(blocks[100])
-    assert pool.request(96 * 1024, Life.TEMPORARY, "a") == Use(blocks[110])
-    assert pool.request(96 * 1024, Life.TEMPORARY, "a") == Use(blocks[120])
-    assert pool.request(159 * 1024, Life.TEMPORARY, "a") == Allocate(159 * 1024, ()), "25 % are 198.75 KiB"
-    assert pool.request(160 * 1024, Life.TEMPORARY, "a") == Use(blocks[200])
-    assert pool.wasted_bytes == (4 + 14 + 24 + 40) * 1024
+    assert [pool.request(96_000, Life.TEMPORARY) for _ in range(3)] == [Use(of_100), Use(of_110), Use(of_120)]
+    assert pool.request(160_000, Life.TEMPORARY) == Use(of_200)
+    pool.give_back(of_200)
+    assert pool.request(159_999, Life.TEMPORARY) == Allocate((of_200,)), "a fourth more is 199,998 bytes; with both, more than was ever lent"
     pool.check()
 
 
-def test_accounting_is_by_capacity() -> None:
-    device = device_of(alignment_bytes=4096)
-    block = got(device.get(1, Life.LONG, "tables"))
-    assert block.capacity == 4096 == device.pool.lent_bytes == device.pool.ledger.total(PLACE) and device.pool.wasted_bytes == 4095
+def test_a_growing_temporary_does_not_leave_its_smaller_ones_behind() -> None:
+    device = Device()
+    for rows in range(1, 200):
+        pair = [device.get(rows * 4096, Life.TEMPORARY) for _ in range(2)]
+        assert sum(device.blocks.values()) <= 2 * rows * 4096, f"at {rows}: {device.blocks}"
+        for index in pair:
+            device.pool.give_back(index)
+        device.pool.check()
 
 
-def test_limit_is_kept_by_releasing_first() -> None:
-    device = device_of(limit_bytes=10 * MIB)
-    pool = device.pool
-    small, large, middle = (got(device.get(size * MIB, Life.TEMPORARY, "a")) for size in (1, 5, 3))
-    for block in (small, large, middle):
-        pool.give_back(block)
-    decision = pool.request(4 * MIB - 100, Life.LONG, "rows")
-    assert decision == Allocate(4 * MIB, (middle,)), "3 MiB too much: the smallest block that suffices"
-    pool.check()
-    with pytest.raises(ValueError, match="release first"):
-        pool.adopt(1 << 30, 4 * MIB, 4 * MIB - 100, Life.LONG, "rows")
-    assert pool.allocated_bytes == 9 * MIB, "a leaving block counts until the device has it"
-    device.release((middle,))
-    got(device.get(4 * MIB, Life.LONG, "rows"))
-    before = pool.ledger.snapshot()
-    with pytest.raises(DeviceMemoryError, match=r"device 0: 7340032 B \(7.0 MiB\) for rows do not fit: the limit is 10485760 B"):
-        pool.request(7 * MIB, Life.LONG, "rows")
-    pool.ledger.conserved(before)
-    assert pool.request(6 * MIB, Life.LONG, "rows") == Allocate(6 * MIB, (large, small))
-    pool.check()
-
-
-def test_limit_that_is_one_byte_short_refuses() -> None:
-    device = device_of(limit_bytes=10 * MIB - 1)
-    device.pool.give_back(got(device.get(4 * MIB, Life.TEMPORARY, "a")))
-    with pytest.raises(DeviceMemoryError, match="do not fit"):
-        device.pool.request(10 * MIB, Life.LONG, "rows")
-    assert device.pool.request(10 * MIB - 256, Life.LONG, "rows") == Allocate(10 * MIB - 256, (Block(0, 4096, 4 * MIB),))
-
-
-def test_trim_keeps_what_is_asked() -> None:
-    device = device_of()
-    for block in [got(device.get(size * MIB, Life.TEMPORARY, "a")) for size in (4, 2, 8)]:
-        device.pool.give_back(block)
-    assert device.pool.trim(14 * MIB) == ()
-    assert [block.capacity // MIB for block in device.pool.trim(7 * MIB)] == [8]
-    assert [block.capacity // MIB for block in device.pool.trim()] == [4, 2]
-    assert device.pool.trim() == () and device.pool.cached_bytes == 0
+def test_room_is_the_fewest_blocks_that_suffice() -> None:
+    device, (of_4, of_2, of_8) = filled(4 * MIB, 2 * MIB, 8 * MIB)
+    assert device.pool.make_room(0) == device.pool.make_room(-1) == ()
+    assert device.pool.make_room(3 * MIB) == (of_4,), "the smallest block that suffices"
+    assert device.pool.make_room(9 * MIB) == (of_8, of_2)
+    assert device.pool.make_room(1) == () and device.pool.cached_bytes == 0
     device.pool.check()
 
 
 def test_refusals() -> None:
-    for options in ({"alignment_bytes": 0}, {"alignment_bytes": 48}, {"limit_bytes": -1}, {"waste_max_percent": -1}):
-        with pytest.raises(ValueError, match="wanted"):
-            BufferPool(PLACE, Ledger(), **options)
-    pool = BufferPool(PLACE, Ledger())
-    for size, category in ((0, "a"), (-5, "a"), (1, CACHED_CATEGORY)):
+    pool = BufferPool()
+    for size in (0, -5):
         with pytest.raises(ValueError, match="wanted at least one"):
-            pool.request(size, Life.LONG, category)
-        with pytest.raises(ValueError, match="wanted at least one"):
-            pool.adopt(4096, 256, size, Life.LONG, category)
-    for address, capacity in ((4096, 512), (4097, 256), (0, 256), (4096, 128)):
-        with pytest.raises(ValueError, match="wanted an address"):
-            pool.adopt(address, capacity, 200, Life.LONG, "a")
-    block = pool.adopt(4096, 1024, 1000, Life.LONG, "a")
-    for address in (4096, 4096 + 768, 4096 - 256):
-        with pytest.raises(ValueError, match="overlaps the block at 0x1000"):
-            pool.adopt(address, 512, 512, Life.LONG, "a")
-    with pytest.raises(AssertionError, match="LENT, wanted LEAVING"):
-        pool.released(block)
-    pool.give_back(block)
+            pool.request(size, Life.LONG)
+    index = pool.adopt(1024, Life.LONG)
+    pool.give_back(index)
     with pytest.raises(AssertionError, match="CACHED, wanted LENT"):
-        pool.give_back(block)
-    with pytest.raises(AssertionError, match="not in the pool"):
-        pool.give_back(Block(0, 8192, 1024))
-    with pytest.raises(AssertionError, match="not in the pool"):
-        pool.give_back(Block(99, 4096, 1024))
-    (leaving,) = pool.trim()
-    with pytest.raises(AssertionError, match="LEAVING, wanted LENT"):
-        pool.give_back(leaving)
-    pool.released(leaving)
-    with pytest.raises(AssertionError, match="not in the pool"):
-        pool.released(leaving)
+        pool.give_back(index)
+    assert pool.make_room(1) == (index,)
+    with pytest.raises(AssertionError, match="ABSENT, wanted LENT"):
+        pool.give_back(index)
     pool.check()
-    pool.ledger.conserved({})
 
 
-@pytest.mark.parametrize("field, value, message", [("capacity", 4096, "hold 4096"), ("state", 1, "category"), ("asked", 1, "hold 1024")])
+@pytest.mark.parametrize("field, value, message", [("capacity", 4096, "hold 4096"), ("state", 1, "life"), ("asked", 1, "hold 1024")])
 def test_check_finds_a_corrupted_block(field: str, value: int, message: str) -> None:
-    pool = BufferPool(PLACE, Ledger())
-    block = pool.adopt(4096, 1024, 1000, Life.LONG, "a")
+    pool = BufferPool()
+    index = pool.adopt(1024, Life.LONG)
     pool.check()
-    pool._blocks[field][block.index] = value
+    pool._blocks[field][index] = value
     with pytest.raises(AssertionError, match=message):
         pool.check()
 
 
-@pytest.mark.parametrize("limit", [0, 60_000])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_requests_on_a_small_device(seed: int, limit: int) -> None:
-    """Every lent byte is written by its owner and read back, decisions match a brute-force search, the books match the device."""
+def test_random_requests(seed: int) -> None:
+    """Decisions match a brute-force search, no block has two owners, and the bytes match the device's."""
     rng = random.Random(seed)
-    device = device_of(80_000, limit_bytes=limit)
-    pool, memory = device.pool, np.zeros(4096 + 80_000, np.int64)
-    live: list[tuple[Block, int, Life]] = []
-    cached: list[Block] = []
-    for serial in range(1, 600):
-        if live and rng.random() < 0.45:
-            block, owner, _ = live.pop(rng.randrange(len(live)))
-            assert (memory[block.address : block.address + block.capacity] == owner).all(), "two owners of a byte"
-            pool.give_back(block)
-            cached.append(block)
+    device = Device()
+    pool = device.pool
+    live: list[int] = []
+    peak = 0
+    for _ in range(600):
+        if live and rng.random() < 0.48:
+            pool.give_back(live.pop(rng.randrange(len(live))))
         else:
-            size, life = rng.randint(1, 9000), rng.choice(list(Life))
-            aligned = -(-size // 256) * 256
-            most = aligned if life is Life.LONG else max(aligned, size * 125 // 100)
-            fits = sorted((block.capacity, block.index, block) for block in cached if aligned <= block.capacity <= most)
-            try:
-                block = device.get(size, life, rng.choice(["rows", "tables"]))
-            except DeviceMemoryError:
-                assert limit and not fits and pool.lent_bytes + aligned > limit
-                continue
-            cached = [old for old in cached if device.spans.get(old.address) == old.capacity and old != block]
-            if block is None:
-                assert not fits and not cached, "refused with cached blocks left"
-                continue
-            assert not fits or block == fits[0][2]
-            memory[block.address : block.address + block.capacity] = serial
-            live.append((block, serial, life))
+            size, life = rng.choice([rng.randint(1, 9000), 4096]), rng.choice(list(Life))
+            most = size if life is Life.LONG else size * 125 // 100
+            fits = sorted((capacity, index) for index, capacity in device.blocks.items() if index not in live and size <= capacity <= most)
+            index = device.get(size, life)
+            assert index not in live, "a block has two owners"
+            assert index == fits[0][1] if fits else device.blocks[index] == size
+            live.append(index)
         pool.check()
-        assert device.used == pool.allocated_bytes == pool.ledger.total(PLACE)
-        assert pool.cached_bytes == sum(block.capacity for block in cached)
-    for block, _, _ in live:
-        pool.give_back(block)
-    device.release(pool.trim())
-    pool.check()
-    pool.ledger.conserved({})
-    assert not device.spans
+        lent = sum(device.blocks[index] for index in live)
+        peak = max(peak, lent)
+        assert (lent, sum(device.blocks.values())) == (pool.lent_bytes, pool.lent_bytes + pool.cached_bytes)
+        assert sum(device.blocks.values()) <= peak

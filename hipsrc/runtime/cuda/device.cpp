@@ -166,8 +166,10 @@ GLM53_EXPORT hipError_t hipGetDeviceCount(int* count) {
 
 GLM53_EXPORT hipError_t hipGetDevice(int* device) {
   if (!device) return fail(hipErrorInvalidValue, "hipGetDevice: device is null");
-  *device = current_device();
-  return hipSuccess;
+  *device = 0;
+  const Driver* driver = nullptr;
+  if (hipError_t error = open_driver(&driver)) return error;
+  return current_device(driver, device);
 }
 
 GLM53_EXPORT hipError_t hipSetDevice(int device) {
@@ -176,8 +178,7 @@ GLM53_EXPORT hipError_t hipSetDevice(int device) {
   int count = 0;
   if (hipError_t error = device_total(driver, &count)) return error;
   if (device < 0 || device >= count) return fail(hipErrorInvalidDevice, "hipSetDevice: device index is outside [0, device count)");
-  set_current_device(device);
-  return hipSuccess;
+  return set_current_device(driver, device);
 }
 
 GLM53_EXPORT hipError_t hipGetDevicePropertiesR0600(hipDeviceProp_tR0600* properties, int device) {
@@ -228,8 +229,8 @@ GLM53_EXPORT hipError_t hipDeviceGetName(char* text, int length, hipDevice_t dev
 }
 
 GLM53_EXPORT hipError_t hipDeviceSynchronize() {
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuCtxSynchronize(), "cuCtxSynchronize");
 }
 
@@ -245,17 +246,17 @@ GLM53_EXPORT hipError_t hipDeviceCanAccessPeer(int* can, int device, int peer) {
 
 GLM53_EXPORT hipError_t hipDeviceEnablePeerAccess(int peer, unsigned int flags) {
   if (flags) return fail(hipErrorInvalidValue, "hipDeviceEnablePeerAccess: flags must be 0");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
-  if (peer == current_device()) return fail(hipErrorInvalidDevice, "hipDeviceEnablePeerAccess: a device is no peer of itself");
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
+  if (peer == driver.device()) return fail(hipErrorInvalidDevice, "hipDeviceEnablePeerAccess: a device is no peer of itself");
   Context context = nullptr;
   if (hipError_t error = context_of(driver, peer, &context)) return error;
   return finish(driver, driver->cuCtxEnablePeerAccess(context, 0), "cuCtxEnablePeerAccess");
 }
 
 GLM53_EXPORT hipError_t hipDeviceDisablePeerAccess(int peer) {
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   Context context = nullptr;
   if (hipError_t error = context_of(driver, peer, &context)) return error;
   return finish(driver, driver->cuCtxDisablePeerAccess(context), "cuCtxDisablePeerAccess");

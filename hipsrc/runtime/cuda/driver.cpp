@@ -12,8 +12,9 @@ namespace glm53_cuda {
 namespace {
 
 constexpr int kMessageBytes = 512;
-// HIP's current device is a property of the thread; each thread starts on device 0.
-thread_local int thread_device = 0;
+constexpr int kCallers = -1;
+// HIP's current device is a property of the thread: chosen by hipSetDevice, or that of the caller's context.
+thread_local int chosen_device = kCallers;
 thread_local hipError_t thread_error = hipSuccess;
 thread_local char thread_message[kMessageBytes] = "";
 
@@ -49,6 +50,24 @@ void open_library() {
     driver_table.cuGetErrorName(result, &name);
     open_failed(translate(result), "cuInit: %s (%d)", name ? name : "unknown error", result);
   }
+}
+
+// Index of the device of `callers`, this thread's current context; 0 if that is null.
+hipError_t callers_device(const Driver* driver, Context callers, int* device) {
+  *device = 0;
+  if (!callers) return hipSuccess;
+  int wanted = 0, count = 0;
+  if (hipError_t error = finish(driver, driver->cuCtxGetDevice(&wanted), "cuCtxGetDevice")) return error;
+  if (hipError_t error = device_total(driver, &count)) return error;
+  for (int index = 0; index < count; index++) {
+    int handle = 0;
+    if (hipError_t error = finish(driver, driver->cuDeviceGet(&handle, index), "cuDeviceGet")) return error;
+    if (handle == wanted) {
+      *device = index;
+      return hipSuccess;
+    }
+  }
+  return fail(hipErrorInvalidDevice, "the current CUDA context is of a device that the driver does not list");
 }
 
 }  // namespace
@@ -165,18 +184,36 @@ hipError_t context_of(const Driver* driver, int device, Context* context) {
   return hipSuccess;
 }
 
-hipError_t enter(const Driver** driver) {
-  if (hipError_t error = open_driver(driver)) return error;
-  Context wanted = nullptr, current = nullptr;
-  if (hipError_t error = context_of(*driver, thread_device, &wanted)) return error;
-  // Another user of CUDA in this thread may have changed it since the last call.
-  if (hipError_t error = finish(*driver, (*driver)->cuCtxGetCurrent(&current), "cuCtxGetCurrent")) return error;
-  if (current == wanted) return hipSuccess;
-  return finish(*driver, (*driver)->cuCtxSetCurrent(wanted), "cuCtxSetCurrent");
+hipError_t Entered::enter() {
+  if (hipError_t error = open_driver(&driver_)) return error;
+  if (hipError_t error = finish(driver_, driver_->cuCtxGetCurrent(&callers_), "cuCtxGetCurrent")) return error;
+  device_ = chosen_device;
+  if (device_ == kCallers)
+    if (hipError_t error = callers_device(driver_, callers_, &device_)) return error;
+  Context wanted = nullptr;
+  if (hipError_t error = context_of(driver_, device_, &wanted)) return error;
+  if (callers_ == wanted) return hipSuccess;
+  if (hipError_t error = finish(driver_, driver_->cuCtxSetCurrent(wanted), "cuCtxSetCurrent")) return error;
+  switched_ = true;
+  return hipSuccess;
 }
 
-int current_device() { return thread_device; }
-void set_current_device(int device) { thread_device = device; }
+hipError_t current_device(const Driver* driver, int* device) {
+  *device = chosen_device;
+  if (*device != kCallers) return hipSuccess;
+  Context callers = nullptr;
+  if (hipError_t error = finish(driver, driver->cuCtxGetCurrent(&callers), "cuCtxGetCurrent")) return error;
+  return callers_device(driver, callers, device);
+}
+
+hipError_t set_current_device(const Driver* driver, int device) {
+  Context callers = nullptr;
+  if (hipError_t error = finish(driver, driver->cuCtxGetCurrent(&callers), "cuCtxGetCurrent")) return error;
+  int own = 0;
+  if (hipError_t error = callers_device(driver, callers, &own)) return error;
+  chosen_device = device == own ? kCallers : device;
+  return hipSuccess;
+}
 
 }  // namespace glm53_cuda
 

@@ -127,6 +127,7 @@ enum Attribute : int {
   X(cuDevicePrimaryCtxRetain, (Context*, int))                                                                  \
   X(cuCtxGetCurrent, (Context*))                                                                                \
   X(cuCtxSetCurrent, (Context))                                                                                 \
+  X(cuCtxGetDevice, (int*))                                                                                     \
   X(cuCtxSynchronize, ())                                                                                       \
   X(cuCtxEnablePeerAccess, (Context, unsigned int))                                                             \
   X(cuCtxDisablePeerAccess, (Context))                                                                          \
@@ -185,13 +186,35 @@ struct Driver {
 
 // The driver, opened and initialised on first use. On failure returns the error (recorded for this thread) and leaves *driver alone.
 hipError_t open_driver(const Driver** driver);
-// As open_driver, then makes the primary context of this thread's current device current.
-hipError_t enter(const Driver** driver);
+// One call's use of the driver. `enter` is open_driver, then makes the primary context of this thread's current device current; the end of the
+// object makes the caller's context current again, none where there was none, so that other users of CUDA in this thread notice nothing.
+class Entered {
+ public:
+  Entered() = default;
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+  ~Entered() {
+    // A refusal has nobody to go to: the caller's context was destroyed meanwhile.
+    if (switched_) driver_->cuCtxSetCurrent(callers_);
+  }
+  hipError_t enter();
+  int device() const { return device_; }
+  const Driver* operator->() const { return driver_; }
+  operator const Driver*() const { return driver_; }
+
+ private:
+  const Driver* driver_ = nullptr;
+  Context callers_ = nullptr;
+  int device_ = 0;
+  bool switched_ = false;
+};
 // The primary context of a device, retained on first use and never released. `driver` must be open.
 hipError_t context_of(const Driver* driver, int device, Context* context);
 
-int current_device();
-void set_current_device(int device);
+// HIP's current device of this thread: what hipSetDevice chose, else the device of the caller's CUDA context, else 0. Choosing the device of the
+// caller's context is choosing nothing, so that whoever restores the device that it found follows the caller again.
+hipError_t current_device(const Driver* driver, int* device);
+hipError_t set_current_device(const Driver* driver, int device);
 hipError_t device_total(const Driver* driver, int* count);
 
 // Records `error` with `message` for hipGetLastError and glm53_runtime_message of this thread, and returns it.

@@ -37,8 +37,8 @@ GLM53_EXPORT hipError_t hipMalloc(void** pointer, size_t bytes) {
   if (!pointer) return fail(hipErrorInvalidValue, "hipMalloc: pointer is null");
   *pointer = nullptr;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   Address address = 0;
   if (hipError_t error = finish(driver, driver->cuMemAlloc_v2(&address, bytes), "cuMemAlloc_v2")) return error;
   *pointer = reinterpret_cast<void*>((uintptr_t)address);
@@ -60,16 +60,16 @@ GLM53_EXPORT hipError_t hipExtMallocWithFlags(void** pointer, size_t bytes, unsi
 // HIP's free waits for the device; CUDA does not promise it.
 GLM53_EXPORT hipError_t hipFree(void* pointer) {
   if (!pointer) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   if (hipError_t error = finish(driver, driver->cuCtxSynchronize(), "cuCtxSynchronize")) return error;
   return finish(driver, driver->cuMemFree_v2(address_of(pointer)), "cuMemFree_v2");
 }
 
 GLM53_EXPORT hipError_t hipMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   if (!free_bytes || !total_bytes) return fail(hipErrorInvalidValue, "hipMemGetInfo: a result is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuMemGetInfo_v2(free_bytes, total_bytes), "cuMemGetInfo_v2");
 }
 
@@ -84,8 +84,8 @@ GLM53_EXPORT hipError_t hipHostMalloc(void** pointer, size_t bytes, unsigned int
   if ((flags & hipHostMallocCoherent) && (flags & hipHostMallocNonCoherent))
     return fail(hipErrorInvalidValue, "hipHostMalloc: coherent and non-coherent exclude each other");
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   unsigned int cuda = kAllocPortable | kAllocDeviceMap;
   if (flags & hipHostMallocWriteCombined) cuda |= kAllocWriteCombined;
   return finish(driver, driver->cuMemHostAlloc(pointer, bytes, cuda), "cuMemHostAlloc");
@@ -93,8 +93,8 @@ GLM53_EXPORT hipError_t hipHostMalloc(void** pointer, size_t bytes, unsigned int
 
 GLM53_EXPORT hipError_t hipHostFree(void* pointer) {
   if (!pointer) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuMemFreeHost(pointer), "cuMemFreeHost");
 }
 
@@ -104,8 +104,8 @@ GLM53_EXPORT hipError_t hipHostRegister(void* pointer, size_t bytes, unsigned in
   const unsigned int known = hipHostRegisterPortable | hipHostRegisterMapped | hipHostRegisterIoMemory | hipExtHostRegisterCoarseGrained |
                              hipExtHostRegisterUncached;
   if (!only(flags, known)) return fail(hipErrorInvalidValue, "hipHostRegister: unknown flag");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   unsigned int cuda = kRegisterPortable | kRegisterDeviceMap;
   if (flags & hipHostRegisterIoMemory) cuda |= kRegisterIoMemory;
   return finish(driver, driver->cuMemHostRegister_v2(pointer, bytes, cuda), "cuMemHostRegister_v2");
@@ -113,8 +113,8 @@ GLM53_EXPORT hipError_t hipHostRegister(void* pointer, size_t bytes, unsigned in
 
 GLM53_EXPORT hipError_t hipHostUnregister(void* pointer) {
   if (!pointer) return fail(hipErrorInvalidValue, "hipHostUnregister: pointer is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuMemHostUnregister(pointer), "cuMemHostUnregister");
 }
 
@@ -122,8 +122,8 @@ GLM53_EXPORT hipError_t hipHostGetDevicePointer(void** device_pointer, void* hos
   if (!device_pointer || !host_pointer) return fail(hipErrorInvalidValue, "hipHostGetDevicePointer: a pointer is null");
   *device_pointer = nullptr;
   if (flags) return fail(hipErrorInvalidValue, "hipHostGetDevicePointer: flags must be 0");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   Address address = 0;
   int result = driver->cuMemHostGetDevicePointer_v2(&address, host_pointer, 0);
   if (hipError_t error = finish(driver, result, "cuMemHostGetDevicePointer_v2")) return error;
@@ -134,8 +134,8 @@ GLM53_EXPORT hipError_t hipHostGetDevicePointer(void** device_pointer, void* hos
 // An address that the driver does not know is hipErrorInvalidValue.
 GLM53_EXPORT hipError_t hipPointerGetAttributes(hipPointerAttribute_t* attributes, const void* pointer) {
   if (!attributes || !pointer) return fail(hipErrorInvalidValue, "hipPointerGetAttributes: attributes or pointer is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   unsigned int type = 0, managed = 0;
   Address device_address = 0;
   void* host_pointer = nullptr;
@@ -169,16 +169,16 @@ GLM53_EXPORT hipError_t hipPointerGetAttributes(hipPointerAttribute_t* attribute
 GLM53_EXPORT hipError_t hipMemcpy(void* target, const void* source, size_t bytes, hipMemcpyKind kind) {
   if (hipError_t error = check_copy(target, source, bytes, kind)) return error;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return wait_null_stream(driver, finish(driver, driver->cuMemcpy(address_of(target), address_of(source), bytes), "cuMemcpy"));
 }
 
 GLM53_EXPORT hipError_t hipMemcpyAsync(void* target, const void* source, size_t bytes, hipMemcpyKind kind, hipStream_t stream) {
   if (hipError_t error = check_copy(target, source, bytes, kind)) return error;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuMemcpyAsync(address_of(target), address_of(source), bytes, stream_of(stream)), "cuMemcpyAsync");
 }
 
@@ -186,8 +186,8 @@ GLM53_EXPORT hipError_t hipMemcpyPeerAsync(void* target, int target_device, cons
                                            hipStream_t stream) {
   if (hipError_t error = check_copy(target, source, bytes, hipMemcpyDeviceToDevice)) return error;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   Context to = nullptr, from = nullptr;
   if (hipError_t error = context_of(driver, target_device, &to)) return error;
   if (hipError_t error = context_of(driver, source_device, &from)) return error;
@@ -201,8 +201,8 @@ GLM53_EXPORT hipError_t hipMemcpy2DAsync(void* target, size_t target_pitch, cons
   if (width == 0 || height == 0) return hipSuccess;
   if (width > target_pitch || width > source_pitch)
     return fail(hipErrorInvalidPitchValue, "hipMemcpy2DAsync: width is larger than a pitch");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   Copy2D copy;
   memset(&copy, 0, sizeof copy);
   bool source_is_host = false, target_is_host = false;
@@ -223,47 +223,47 @@ GLM53_EXPORT hipError_t hipMemcpy2DAsync(void* target, size_t target_pitch, cons
 GLM53_EXPORT hipError_t hipMemcpyDtoH(void* target, hipDeviceptr_t source, size_t bytes) {
   if (hipError_t error = check_copy(target, source, bytes, hipMemcpyDeviceToHost)) return error;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return wait_null_stream(driver, finish(driver, driver->cuMemcpyDtoH_v2(target, address_of(source), bytes), "cuMemcpyDtoH_v2"));
 }
 
 GLM53_EXPORT hipError_t hipMemcpyHtoD(hipDeviceptr_t target, const void* source, size_t bytes) {
   if (hipError_t error = check_copy(target, source, bytes, hipMemcpyHostToDevice)) return error;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return wait_null_stream(driver, finish(driver, driver->cuMemcpyHtoD_v2(address_of(target), source, bytes), "cuMemcpyHtoD_v2"));
 }
 
 GLM53_EXPORT hipError_t hipMemcpyDtoHAsync(void* target, hipDeviceptr_t source, size_t bytes, hipStream_t stream) {
   if (hipError_t error = check_copy(target, source, bytes, hipMemcpyDeviceToHost)) return error;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuMemcpyDtoHAsync_v2(target, address_of(source), bytes, stream_of(stream)), "cuMemcpyDtoHAsync_v2");
 }
 
 GLM53_EXPORT hipError_t hipMemcpyHtoDAsync(hipDeviceptr_t target, const void* source, size_t bytes, hipStream_t stream) {
   if (hipError_t error = check_copy(target, source, bytes, hipMemcpyHostToDevice)) return error;
   if (bytes == 0) return hipSuccess;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuMemcpyHtoDAsync_v2(address_of(target), source, bytes, stream_of(stream)), "cuMemcpyHtoDAsync_v2");
 }
 
 GLM53_EXPORT hipError_t hipMemset(void* target, int value, size_t bytes) {
   if (bytes == 0) return hipSuccess;
   if (!target) return fail(hipErrorInvalidValue, "hipMemset: address is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return wait_null_stream(driver, finish(driver, driver->cuMemsetD8_v2(address_of(target), (unsigned char)value, bytes), "cuMemsetD8_v2"));
 }
 
 GLM53_EXPORT hipError_t hipMemsetAsync(void* target, int value, size_t bytes, hipStream_t stream) {
   if (bytes == 0) return hipSuccess;
   if (!target) return fail(hipErrorInvalidValue, "hipMemsetAsync: address is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuMemsetD8Async(address_of(target), (unsigned char)value, bytes, stream_of(stream)), "cuMemsetD8Async");
 }

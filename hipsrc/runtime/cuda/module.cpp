@@ -38,30 +38,30 @@ bool shape_allowed(const unsigned int grid[3], const unsigned int block[3]) {
 
 GLM53_EXPORT hipError_t hipModuleLoad(hipModule_t* module, const char* path) {
   if (!module || !path) return fail(hipErrorInvalidValue, "hipModuleLoad: module or path is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuModuleLoad(reinterpret_cast<Module*>(module), path), "cuModuleLoad");
 }
 
 GLM53_EXPORT hipError_t hipModuleLoadData(hipModule_t* module, const void* image) {
   if (!module || !image) return fail(hipErrorInvalidValue, "hipModuleLoadData: module or image is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuModuleLoadData(reinterpret_cast<Module*>(module), image), "cuModuleLoadData");
 }
 
 GLM53_EXPORT hipError_t hipModuleUnload(hipModule_t module) {
   if (!module) return fail(hipErrorInvalidHandle, "hipModuleUnload: module is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuModuleUnload(module_of(module)), "cuModuleUnload");
 }
 
 GLM53_EXPORT hipError_t hipModuleGetFunction(hipFunction_t* function, hipModule_t module, const char* name) {
   if (!function || !name) return fail(hipErrorInvalidValue, "hipModuleGetFunction: function or name is null");
   if (!module) return fail(hipErrorInvalidHandle, "hipModuleGetFunction: module is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   int result = driver->cuModuleGetFunction(reinterpret_cast<Function*>(function), module_of(module), name);
   return finish(driver, result, "cuModuleGetFunction");
 }
@@ -72,8 +72,8 @@ GLM53_EXPORT hipError_t hipFuncGetAttribute(int* value, hipFunction_attribute wh
   // The ten attributes have the same numbers in both interfaces (check_cuda_header.cpp).
   if (what < HIP_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK || what > HIP_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT)
     return fail(hipErrorInvalidValue, "hipFuncGetAttribute: unknown attribute");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuFuncGetAttribute(value, what, function_of(function)), "cuFuncGetAttribute");
 }
 
@@ -88,8 +88,8 @@ GLM53_EXPORT hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned i
   void* cuda_extra[5] = {nullptr, nullptr, nullptr, nullptr, nullptr};
   if (extra)
     if (hipError_t error = translate_extra(extra, cuda_extra)) return error;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   int result = driver->cuLaunchKernel(function_of(function), grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,
                                       stream_of(stream), params, extra ? cuda_extra : nullptr);
   return finish(driver, result, "cuLaunchKernel");
@@ -101,8 +101,8 @@ GLM53_EXPORT hipError_t hipGraphInstantiateWithFlags(hipGraphExec_t* exec, hipGr
   if (flags & 1) cuda |= 1;  // hipGraphInstantiateFlagAutoFreeOnLaunch, CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
   if (flags & 8) cuda |= 8;  // ...UseNodePriority, ...USE_NODE_PRIORITY
   if (flags & ~9ull) return fail(hipErrorInvalidValue, "hipGraphInstantiateWithFlags: unknown flag");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   int result = driver->cuGraphInstantiateWithFlags(reinterpret_cast<GraphExec*>(exec), graph_of(graph), cuda);
   return finish(driver, result, "cuGraphInstantiateWithFlags");
 }
@@ -117,29 +117,29 @@ GLM53_EXPORT hipError_t hipGraphInstantiate(hipGraphExec_t* exec, hipGraph_t gra
 
 GLM53_EXPORT hipError_t hipGraphLaunch(hipGraphExec_t exec, hipStream_t stream) {
   if (!exec) return fail(hipErrorInvalidValue, "hipGraphLaunch: exec is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuGraphLaunch(exec_of(exec), stream_of(stream)), "cuGraphLaunch");
 }
 
 // nodes null: *count becomes the number of nodes; otherwise at most *count nodes are written.
 GLM53_EXPORT hipError_t hipGraphGetNodes(hipGraph_t graph, hipGraphNode_t* nodes, size_t* count) {
   if (!graph || !count) return fail(hipErrorInvalidValue, "hipGraphGetNodes: graph or count is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuGraphGetNodes(graph_of(graph), reinterpret_cast<GraphNode*>(nodes), count), "cuGraphGetNodes");
 }
 
 GLM53_EXPORT hipError_t hipGraphExecDestroy(hipGraphExec_t exec) {
   if (!exec) return fail(hipErrorInvalidValue, "hipGraphExecDestroy: exec is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuGraphExecDestroy(exec_of(exec)), "cuGraphExecDestroy");
 }
 
 GLM53_EXPORT hipError_t hipGraphDestroy(hipGraph_t graph) {
   if (!graph) return fail(hipErrorInvalidValue, "hipGraphDestroy: graph is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuGraphDestroy(graph_of(graph)), "cuGraphDestroy");
 }

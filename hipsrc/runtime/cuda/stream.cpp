@@ -24,8 +24,8 @@ GLM53_EXPORT hipError_t hipStreamCreateWithFlags(hipStream_t* stream, unsigned i
   unsigned int cuda = 0;
   if (!stream) return fail(hipErrorInvalidValue, "hipStreamCreateWithFlags: stream is null");
   if (!stream_flags(flags, &cuda)) return fail(hipErrorInvalidValue, "hipStreamCreateWithFlags: unknown flag");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuStreamCreate(reinterpret_cast<Stream*>(stream), cuda), "cuStreamCreate");
 }
 
@@ -36,43 +36,43 @@ GLM53_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigne
   unsigned int cuda = 0;
   if (!stream) return fail(hipErrorInvalidValue, "hipStreamCreateWithPriority: stream is null");
   if (!stream_flags(flags, &cuda)) return fail(hipErrorInvalidValue, "hipStreamCreateWithPriority: unknown flag");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   int result = driver->cuStreamCreateWithPriority(reinterpret_cast<Stream*>(stream), cuda, priority);
   return finish(driver, result, "cuStreamCreateWithPriority");
 }
 
 GLM53_EXPORT hipError_t hipStreamDestroy(hipStream_t stream) {
   if (!stream) return fail(hipErrorInvalidHandle, "hipStreamDestroy: the null stream cannot be destroyed");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuStreamDestroy_v2(stream_of(stream)), "cuStreamDestroy_v2");
 }
 
 GLM53_EXPORT hipError_t hipStreamSynchronize(hipStream_t stream) {
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuStreamSynchronize(stream_of(stream)), "cuStreamSynchronize");
 }
 
 GLM53_EXPORT hipError_t hipStreamQuery(hipStream_t stream) {
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuStreamQuery(stream_of(stream)), "cuStreamQuery");
 }
 
 GLM53_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, unsigned int flags) {
   if (!event) return fail(hipErrorInvalidHandle, "hipStreamWaitEvent: event is null");
   if (flags) return fail(hipErrorInvalidValue, "hipStreamWaitEvent: flags must be 0");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuStreamWaitEvent(stream_of(stream), event_of(event), 0), "cuStreamWaitEvent");
 }
 
 GLM53_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, hipStreamCaptureStatus* status) {
   if (!status) return fail(hipErrorInvalidValue, "hipStreamIsCapturing: status is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   int cuda = 0;
   if (hipError_t error = finish(driver, driver->cuStreamIsCapturing(stream_of(stream), &cuda), "cuStreamIsCapturing")) return error;
   switch (cuda) {
@@ -105,16 +105,16 @@ GLM53_EXPORT hipError_t hipStreamBeginCapture(hipStream_t stream, hipStreamCaptu
     default:
       return fail(hipErrorInvalidValue, "hipStreamBeginCapture: unknown mode");
   }
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuStreamBeginCapture_v2(stream_of(stream), cuda), "cuStreamBeginCapture_v2");
 }
 
 GLM53_EXPORT hipError_t hipStreamEndCapture(hipStream_t stream, hipGraph_t* graph) {
   if (!graph) return fail(hipErrorInvalidValue, "hipStreamEndCapture: graph is null");
   *graph = nullptr;
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuStreamEndCapture(stream_of(stream), reinterpret_cast<Graph*>(graph)), "cuStreamEndCapture");
 }
 
@@ -128,8 +128,8 @@ GLM53_EXPORT hipError_t hipEventCreateWithFlags(hipEvent_t* event, unsigned int 
     return fail(hipErrorInvalidValue, "hipEventCreateWithFlags: the two release scopes exclude each other");
   if ((flags & hipEventInterprocess) && !(flags & hipEventDisableTiming))
     return fail(hipErrorInvalidValue, "hipEventCreateWithFlags: an interprocess event must have timing disabled");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   unsigned int cuda = 0;
   if (flags & hipEventBlockingSync) cuda |= kEventBlockingSync;
   if (flags & hipEventDisableTiming) cuda |= kEventDisableTiming;
@@ -141,36 +141,36 @@ GLM53_EXPORT hipError_t hipEventCreate(hipEvent_t* event) { return hipEventCreat
 
 GLM53_EXPORT hipError_t hipEventRecord(hipEvent_t event, hipStream_t stream) {
   if (!event) return fail(hipErrorInvalidHandle, "hipEventRecord: event is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuEventRecord(event_of(event), stream_of(stream)), "cuEventRecord");
 }
 
 GLM53_EXPORT hipError_t hipEventQuery(hipEvent_t event) {
   if (!event) return fail(hipErrorInvalidHandle, "hipEventQuery: event is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuEventQuery(event_of(event)), "cuEventQuery");
 }
 
 GLM53_EXPORT hipError_t hipEventSynchronize(hipEvent_t event) {
   if (!event) return fail(hipErrorInvalidHandle, "hipEventSynchronize: event is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuEventSynchronize(event_of(event)), "cuEventSynchronize");
 }
 
 GLM53_EXPORT hipError_t hipEventElapsedTime(float* milliseconds, hipEvent_t start, hipEvent_t stop) {
   if (!milliseconds) return fail(hipErrorInvalidValue, "hipEventElapsedTime: result is null");
   if (!start || !stop) return fail(hipErrorInvalidHandle, "hipEventElapsedTime: an event is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuEventElapsedTime(milliseconds, event_of(start), event_of(stop)), "cuEventElapsedTime");
 }
 
 GLM53_EXPORT hipError_t hipEventDestroy(hipEvent_t event) {
   if (!event) return fail(hipErrorInvalidHandle, "hipEventDestroy: event is null");
-  const Driver* driver = nullptr;
-  if (hipError_t error = enter(&driver)) return error;
+  Entered driver;
+  if (hipError_t error = driver.enter()) return error;
   return finish(driver, driver->cuEventDestroy_v2(event_of(event)), "cuEventDestroy_v2");
 }
