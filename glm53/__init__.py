@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from glm53.engine import Chunk, Completion, Engine
+    from glm53.engine import Engine
+    from glm53.request import Chunk, Completion
     from glm53.sampling import SamplingParams
 
 __all__ = ["Chunk", "Completion", "Engine", "SamplingParams"]

@@ -17,7 +17,8 @@ from glm53.errors import Glm53Error, InputError, human_bytes, short_bytes
 from glm53.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from glm53.engine import Engine, TokenLogprob
+    from glm53.engine import Engine
+    from glm53.request import TokenLogprob
 
 EXIT_CODES = """\b
 Exit codes: 0 done; 1 other error; 2 bad input (option, prompt, checkpoint); 3 no runtime or no code object
@@ -88,6 +89,8 @@ def engine_options(command: Any) -> Any:
         default = spec.default
         flag = "--" + spec.name.replace("_", "-")
         extra: dict[str, Any] = {"is_flag": True} if isinstance(default, bool) else {"type": type(default)}
+        if default is True:
+            flag = f"{flag}/--no-{flag[2:]}"
         if "choices" in spec.metadata:
             extra["type"] = click.Choice(spec.metadata["choices"])
         command = option(flag, spec.name, group="Engine", default=default, show_default=True, help=spec.metadata["help"], **extra)(command)
@@ -173,7 +176,7 @@ def prompt_token_ids(model: Path, config: EngineConfig, text: str, source: dict[
 
 def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool, show: bool) -> None:
     """Runs one prompt, prints text (or JSON) on standard output and the summary on standard error."""
-    from glm53.engine import fresh_seed
+    from glm53.request import fresh_seed
 
     started = time.perf_counter()
     first, reason = 0.0, None

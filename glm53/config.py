@@ -20,6 +20,7 @@ from glm53.files import CONFIG_FILE, GENERATION_FILE, check_directory, read_json
 from glm53.spec import ModelSpec, RowFormat
 
 MODEL_TYPE = "glm_moe_dsa"
+WEIGHT_SETTINGS = ("auto", "q8q4", "bf16", "f32")
 SCALE_BLOCK = 128  # rows and columns of one FP8 scale block, the only size released
 # Bounds that only a damaged or foreign file exceeds. They keep products of widths inside 64 bits.
 _WIDTH_MAX = 1 << 22
@@ -304,6 +305,11 @@ class EngineConfig:
     runtime: str = _setting("auto", "HIP runtime; auto: rocm if a device answers, else cuda, else cpu.", choices=("auto", "rocm", "cuda", "cpu"))
     device_index: int = _setting(0, "Device number, as `glm53 devices` lists it.")
     dtype: str = _setting("bf16", "Type of activations and history rows; f32 is for parity with transformers.", choices=("bf16", "f32"))
+    weights: str = _setting(
+        "auto",
+        "Format of weight matrices: auto is bf16 with dtype bf16, else as stored (f32 for FP8); q8q4: routed experts 4 bits, the others 8.",
+        choices=WEIGHT_SETTINGS,
+    )
     latent_norm_eps: float = _setting(1e-6, "Epsilon of the two latent norms: 1e-6 as transformers, 1e-5 as vLLM and SGLang.")
     prefill_chunk_rows: int = _setting(512, "Prompt tokens computed at once.", unit="tokens")
     extent_rows: int = _setting(256, "Rows of one history extent, a multiple of 64.", unit="rows")
@@ -321,6 +327,7 @@ class EngineConfig:
     host_kv_gib: float = _setting(0.0, "Host RAM page-locked for histories at start; 0: chunk by chunk as they grow.", unit="GiB")
     host_memory: str = _setting("register", "How host RAM is page-locked: hipHostRegister or hipHostMalloc.", choices=("register", "hostmalloc"))
     host_chunk_mib: int = _setting(256, "Size of one page-locked piece of host RAM.", unit="MiB")
+    graphs: bool = _setting(True, "Record decode steps as graphs and replay them; without, every kernel is launched. The output is the same.")
     check_weights: bool = _setting(False, "Look for NaN and infinity in every tensor before loading.")
 
     def __post_init__(self) -> None:
@@ -333,6 +340,8 @@ class EngineConfig:
             choices = item.metadata.get("choices")
             if choices and value not in choices:
                 raise InputError(f"{item.name} is {value!r}, expected one of {', '.join(choices)}")
+        if self.weights == "f32" and self.dtype != "f32":
+            raise InputError(f"weights is f32, expected auto, q8q4 or bf16 with dtype {self.dtype}; f32 weights need dtype f32")
         self._range("device_index", 0, 1023)
         self._range("latent_norm_eps", 1e-12, 1e-2)
         self._range("prefill_chunk_rows", 1, 1 << 16)

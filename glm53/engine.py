@@ -11,12 +11,11 @@ alone, never on the requests beside it.
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,69 +27,24 @@ from glm53.check import litmus
 from glm53.config import EngineConfig, GenerationDefaults, check_prompt, read_config, read_generation_config
 from glm53.errors import DeviceLost, Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
-from glm53.kv import HostTier, HostTierConfig, ResidentTier, RowStore
+from glm53.kv import HostTier, HostTierConfig, ResidentTier, RowStore, StepRows, step_of
 from glm53.mem.extents import ExtentShape
 from glm53.mem.ledger import Ledger, device_place
 from glm53.model.checkpoint import Checkpoint
-from glm53.model.forward import Forward, RowClass, Rows, row_layout
+from glm53.model.decode import Decoder, row_error_text
+from glm53.model.forward import Forward, Rows, row_layout
 from glm53.model.sampler import Drawn, Sampler
+from glm53.model.step import StepForward
 from glm53.model.weights import Weights, load_weights
+from glm53.request import Batch, Chunk, Completion, Prompt, Request, TokenLogprob, fresh_seed, integers, is_single
 from glm53.sampling import SamplingParams
 from glm53.sched.queue import Prefill, Queue, Step
-from glm53.spec import DType, ModelSpec
+from glm53.spec import DType, ModelSpec, RowFormat
 from glm53.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 
 STEP_ROWS_MIN = 8  # query rows that one step can hold, even with one session: room for draft verification
 
-Prompt = str | Sequence[int]
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Log-probability of a token under the raw logits (natural log), and of the most probable ones."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token id, log-probability), most probable first
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one step added to one request. `text` may lag behind the tokens: it never holds half a character or a possible stop string."""
-
-    index: int  # which of the prompts given
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish_reason: str | None  # None: goes on; "stop": end-of-sequence token or stop string; "length": max_tokens or context limit
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request. Given to SamplingParams, `seed` repeats it."""
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]  # an end-of-sequence token is not part of it
-    text: str
-    finish_reason: str
-    logprobs: tuple[TokenLogprob, ...]
-    seed: int
-
-
-@dataclass
-class _Request:
-    """One running request: its tokens and what turns them into text."""
-
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    decoder: StreamDecoder | None
-    matcher: StopMatcher
-    slot: int = -1  # of both stores while it runs
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
 
 
 class Engine:
@@ -105,7 +59,9 @@ class Engine:
         tokenizer: Tokenizer | None,
         progress: Progress | None = None,
         ledger: Ledger | None = None,
+        drawn: Array | None = None,
     ):
+        """drawn: positions [draws, index_topk] i32 that replace the indexer's selection in decode steps (`StepForward`)."""
         self.ledger = Ledger() if ledger is None else ledger  # of what this engine allocates
         self.config, self.spec, self.device, self.weights, self.tokenizer = config, spec, device, weights, tokenizer
         self.defaults = GenerationDefaults()
@@ -123,9 +79,40 @@ class Engine:
         self.tier = self._make_tier(rows_max, fetch, progress)
         key_shape = ExtentShape(config.extent_rows, len(spec.full_layers), spec.index_head_dim * self.dtype.item_bytes)
         self.keys = RowStore(device, self._stream, key_shape, self.sessions_max, self.context_rows_max, "index keys")
-        self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.tier, self.keys)
-        self.sampler = Sampler(device, self._stream, self.sessions_max, spec.vocab_size)
-        self.logits = Array.empty(device, DType.F32, (self.step_rows_max, spec.vocab_size), category="workspace")
+        self.row_error = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
+        self.sampler = Sampler(device, self._stream, self.step_rows_max, self.sessions_max, spec.vocab_size)
+        self.step = self._make_step(drawn)
+        self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.tier, self.keys, self.step.head, self.row_error)
+        self.decoder = Decoder(device, self._stream, self.step, self.sampler, self.keys, graphs=self._uses_graphs())
+
+    def _make_step(self, drawn: Array | None) -> StepForward:
+        rows = StepRows.make(self.device, self.step_rows_max, self.sessions_max)
+        return StepForward(
+            self.device,
+            self._stream,
+            self.spec,
+            self.weights,
+            self.dtype,
+            rows,
+            self.sampler.tokens,
+            step_of(self.tier, rows),
+            self.keys,
+            self.tier.layout.row_format,
+            self.row_error,
+            drawn,
+        )
+
+    def _uses_graphs(self) -> bool:
+        """Whether decode steps are recorded and replayed: if asked for, and a short replay gives what launches give."""
+        if not self.config.graphs:
+            return False
+        replay = litmus.graph_replay(self.device, nodes=64, replays=8)
+        self.notes.append(
+            f"decode steps are recorded and replayed as graphs ({replay.detail})"
+            if replay.passed
+            else f"decode steps are enqueued launch by launch, since graphs do not replay right here: {replay.detail}"
+        )
+        return replay.passed
 
     def _fetch_method(self) -> str:
         """How the host tier brings missed rows: by kernels that read host memory where the litmus loop passes, else gathered by the host."""
@@ -181,7 +168,7 @@ class Engine:
         device = Device(config.device_index, watch=partial(ledger.count, device_place(config.device_index)))
         try:
             dtype = DType.F32 if config.dtype == "f32" else DType.BF16
-            weights = load_weights(checkpoint, spec, device, dtype, progress=progress, check=config.check_weights)
+            weights = load_weights(checkpoint, spec, device, dtype, progress=progress, check=config.check_weights, weights=config.weights)
             engine = cls(config, spec, device, weights, tokenizer, progress, ledger)
         except BaseException:
             device.close(free_buffers=True)
@@ -194,6 +181,8 @@ class Engine:
         if self.device.closed:
             return
         try:
+            self.device.synchronize()
+            self.decoder.close()
             self.tier.free()
         except DeviceLost:
             pass  # nothing on a lost device can be given back; the process's end does it
@@ -234,7 +223,7 @@ class Engine:
 
         params: one for all, or one per prompt; None: `default_params()`. Raises InputError before anything runs.
         """
-        single = _is_single(prompts)
+        single = is_single(prompts)
         requests = self._requests(prompts, params)
         texts: dict[int, list[str]] = {r.index: [] for r in requests}
         logprobs: dict[int, list[TokenLogprob]] = {r.index: [] for r in requests}
@@ -253,7 +242,7 @@ class Engine:
 
     def generate_logits(self, prompt_ids: Sequence[int], new_tokens: int, forced: Sequence[int] | None = None) -> tuple[list[int], np.ndarray]:
         """Greedy tokens and all their logits: (tokens, [new_tokens, vocab] f32). With `forced`, those tokens are fed instead of the greedy ones."""
-        self._check_ids(_integers(prompt_ids))
+        self._check_ids(integers(prompt_ids))
         if new_tokens < 1:
             raise InputError(f"new_tokens: got {new_tokens}, wanted at least 1")
         logits = np.empty((new_tokens, self.spec.vocab_size), np.float32)
@@ -270,8 +259,8 @@ class Engine:
         """A history of its own that the caller drives row by row: prompts, steps of several rows, truncation."""
         return Session(self)
 
-    def _requests(self, given: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Request]:
-        prompts = [cast(Prompt, given)] if _is_single(given) else list(cast(Sequence[Prompt], given))
+    def _requests(self, given: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        prompts = [cast(Prompt, given)] if is_single(given) else list(cast(Sequence[Prompt], given))
         if not prompts:
             raise InputError("prompts: got an empty list, wanted at least one prompt")
         shared = self.default_params() if params is None else params
@@ -283,13 +272,13 @@ class Engine:
             raise InputError(f"params: got {len(every)}, wanted one or {len(prompts)}, as many as prompts")
         requests = []
         for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
-            ids = self.encode(prompt) if isinstance(prompt, str) else _integers(prompt)
+            ids = self.encode(prompt) if isinstance(prompt, str) else integers(prompt)
             self._check_ids(ids)
             if one.stop and self.tokenizer is None:
                 raise InputError("stop strings need a tokenizer; this checkpoint has no tokenizer.json: use stop_token_ids")
             seed = one.seed if one.seed is not None else fresh_seed()
             decoder = StreamDecoder(self.tokenizer) if self.tokenizer is not None else None
-            requests.append(_Request(index, ids, one, seed, decoder, StopMatcher(one.stop)))
+            requests.append(Request(index, ids, one, seed, decoder, StopMatcher(one.stop)))
         return requests
 
     def encode(self, text: str) -> list[int]:
@@ -299,9 +288,18 @@ class Engine:
         return self.tokenizer.encode(text)
 
     def _read_logits(self, count: int) -> np.ndarray:
-        logits = self.logits.slice(0, count).numpy(self._stream)
-        self.forward.check_rows()
+        logits = self.step.logits.slice(0, count).numpy(self._stream)
+        self._check_rows()
         return logits
+
+    def _check_rows(self) -> None:
+        """Raises Glm53Error if a history row could not be quantised since the last call. Waits for the stream."""
+        if self.tier.layout.row_format is not RowFormat.Q8G64:
+            return
+        bad = int(self.row_error.numpy(self._stream)[0])
+        if bad:
+            self.row_error.upload(np.zeros(1, np.uint32), self._stream)
+            raise Glm53Error(row_error_text(bad))
 
     def _check_ids(self, ids: list[int], rows: int = 0) -> None:
         check_prompt(ids, self.spec, self.context_rows_max, rows)
@@ -340,105 +338,86 @@ class Engine:
                 self.keys.truncate(slot, rows)
             raise
 
-    def _pass(self, work: list[tuple[int, list[int]]], kind: RowClass, logits: Array) -> None:
-        """Computes the next rows of some sessions: (slot, tokens) each. Logits of the last len(logits) rows."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        sessions: list[int] = []
-        for slot, ids in work:
-            start = self.tier.rows(slot)
-            self.keys.reserve(slot, start + len(ids))
-            tokens += ids
-            positions += range(start, start + len(ids))
-            sessions += [slot] * len(ids)
-        batch = Rows(np.array(tokens, np.int32), np.array(positions, np.int32), np.array(sessions, np.int32))
-        self.forward.run(batch, kind, logits)
-        for slot, ids in work:
-            self.keys.advance(slot, len(ids))
+    def _prefill_chunk(self, slot: int, ids: list[int]) -> None:
+        """Computes the next prompt rows of a session; the logits of the last one stand in row 0 of the step's."""
+        start = self.tier.rows(slot)
+        self.keys.reserve(slot, start + len(ids))
+        positions = np.arange(start, start + len(ids), dtype=np.int32)
+        rows = Rows(np.array(ids, np.int32), positions, np.full(len(ids), slot, np.int32))
+        self.forward.run(rows, self.step.logits.slice(0, 1))
+        self.keys.advance(slot, len(ids))
         # At most two passes are queued, so that an interrupt in a long prompt waits for no more than those.
         self._passes.rotate()
         self._passes[0].synchronize()
         self._passes[0].record(self._stream)
 
-    def _prefill(self, slot: int, ids: list[int], logits: Array) -> None:
-        """Prompt rows behind those that the session has, in as many passes as the tier wants. Logits of the last row."""
+    def _prefill(self, slot: int, ids: list[int]) -> None:
+        """Prompt rows behind those that the session has, in as many passes as the tier wants. Logits of the last row in row 0 of the step's."""
+        self.decoder.settle()  # the step's logits are about to be written
         done = 0
         while done < len(ids):
             count = self.tier.chunk_rows(slot, len(ids) - done)
             count = min(count, self.config.prefill_chunk_rows)
-            self._pass([(slot, ids[done : done + count])], RowClass.PREFILL, logits)
+            self._prefill_chunk(slot, ids[done : done + count])
             done += count
 
-    def _run(self, requests: list[_Request]) -> Iterator[Chunk]:
+    def _run(self, requests: list[Request]) -> Iterator[Chunk]:
         queue = Queue(self.sessions_max, self.config.prefill_chunk_rows)
-        by_serial = {queue.add(len(r.prompt)): r for r in requests}
+        batch = Batch(queue, {queue.add(len(r.prompt)): r for r in requests})
         try:
             while (action := queue.next()) is not None:
                 with self._turn:
-                    chunks = self._act(action, by_serial, queue)
+                    chunks = self._act(action, batch)
                 yield from chunks
         finally:
             with self._turn:
                 self._end([r for r in requests if r.slot >= 0])
 
-    def _end(self, requests: list[_Request]) -> None:
+    def _end(self, requests: list[Request]) -> None:
         """Ends the requests' sessions."""
         slots = [r.slot for r in requests]
         for request in requests:
             request.slot = -1
         self._close_sessions(slots)
 
-    def _act(self, action: Prefill | Step, by_serial: dict[int, _Request], queue: Queue) -> list[Chunk]:
+    def _act(self, action: Prefill | Step, batch: Batch) -> list[Chunk]:
         """Does one action of the queue; what it added to the requests that drew a token."""
         self._check_open()
         if isinstance(action, Prefill):
-            request = by_serial[action.serial]
+            request = batch.by_serial[action.serial]
             if action.start == 0:
                 request.slot = self._open_session()
                 self.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
-            ids = request.prompt[action.start : action.stop]
-            self._prefill(request.slot, ids, self.logits.slice(0, 1))
-            active = [(action.serial, request)] if action.last else []
+            self._prefill(request.slot, request.prompt[action.start : action.stop])
+            if not action.last:
+                return []
+            drawn = [(action.serial, self.sampler.draw(self.step.logits.slice(0, 1), [request.draw_row()])[0])]
+            self._check_rows()
         else:
-            active = [(serial, by_serial[serial]) for serial in action.serials]
-            work = [(r.slot, r.tokens[-1:]) for _, r in active]
-            self._pass(work, RowClass.STEP, self.logits.slice(0, len(active)))
-        if not active:
-            return []
-        rows = [(r.slot, r.params, r.seed, len(r.prompt) + len(r.tokens)) for _, r in active]
-        drawn = self.sampler.draw(self.logits.slice(0, len(active)), rows)
-        self.forward.check_rows()
-        chunks = [self._accept(request, one) for (_, request), one in zip(active, drawn, strict=True)]
-        ended = [(serial, r) for serial, r in active if r.finish_reason is not None]
+            drawn = self._step(action, batch)
+        chunks = [batch.by_serial[serial].accept(one, self.spec.eos_token_ids, self.context_rows_max) for serial, one in drawn]
+        ended = [(serial, batch.by_serial[serial]) for serial, _ in drawn if batch.by_serial[serial].finish_reason is not None]
         for serial, _ in ended:
-            queue.finish(serial)
+            batch.queue.finish(serial)
         if ended:
             self._end([r for _, r in ended])
         return chunks
 
-    def _accept(self, request: _Request, drawn: Drawn) -> Chunk:
-        """Takes a drawn token into the request and says what it adds."""
-        token, params = drawn.token_id, request.params
-        if token < 0:
-            raise Glm53Error(
-                f"the logits for position {len(request.prompt) + len(request.tokens)} hold no finite number; check the weights (--check-weights), "
-                "then the device (glm53 selftest)"
-            )
-        ends = token in params.stop_token_ids or (token in self.spec.eos_token_ids and not params.ignore_eos)
-        text = ""
-        if not ends:
-            request.tokens.append(token)
-            text = request.matcher.push(request.decoder.push(token)) if request.decoder else ""
-        if ends or request.matcher.stopped:
-            request.finish_reason = "stop"
-        elif len(request.tokens) >= params.max_tokens or len(request.prompt) + len(request.tokens) >= self.context_rows_max:
-            request.finish_reason = "length"
-        if request.finish_reason and request.decoder and not request.matcher.stopped:
-            text += request.matcher.push(request.decoder.finish()) + request.matcher.finish()
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if params.logprobs is not None and not ends:
-            logprobs = (TokenLogprob(token, drawn.logprob, drawn.top[: params.logprobs]),)
-        return Chunk(request.index, text, () if ends else (token,), logprobs, request.finish_reason)
+    def _step(self, action: Step, batch: Batch) -> list[tuple[int, Drawn]]:
+        """The tokens of one decode step, by serial. The step after it is already enqueued when this returns, unless a request ends here for sure."""
+        if batch.ticket is None:
+            rows = [(serial, batch.by_serial[serial].step_row()) for serial in action.serials]
+            batch.serials, batch.ticket = tuple(serial for serial, _ in rows), self.decoder.launch([row for _, row in rows])
+        serials, ticket = batch.serials, batch.ticket
+        batch.ticket = None
+        running = [batch.by_serial[serial] for serial in serials]
+        if serials == action.serials and not any(r.ends_next(self.context_rows_max) for r in running):
+            ahead = [row.following() for row in ticket.rows]
+            if self.decoder.follows(ahead):
+                batch.ticket = self.decoder.launch(ahead)
+        drawn = self.decoder.collect(ticket)
+        alive = set(action.serials)
+        return [(serial, one) for serial, one in zip(serials, drawn, strict=True) if serial in alive]
 
 
 class Session:
@@ -467,21 +446,21 @@ class Session:
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """Appends prompt rows; logits [vocab] f32 after the last one. If it raises, no row was appended."""
-        engine, every = self._engine, _integers(ids)
+        engine, every = self._engine, integers(ids)
         engine._check_ids(every, self.rows)
         with engine._turn, engine._all_or_nothing(self.slot):
-            engine._prefill(self.slot, every, engine.logits.slice(0, 1))
+            engine._prefill(self.slot, every)
             return engine._read_logits(1)[0]
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
         """Appends 1 to `Engine.step_rows_max` step rows, as decode or verification does; logits [len(ids), vocab] f32. If it raises, no
         row was appended."""
-        engine, every = self._engine, _integers(ids)
+        engine, every = self._engine, integers(ids)
         engine._check_ids(every, self.rows)
         if len(every) > engine.step_rows_max:
             raise InputError(f"step: got {len(every)} tokens, wanted at most {engine.step_rows_max}; use prefill for more")
         with engine._turn, engine._all_or_nothing(self.slot):
-            engine._pass([(self.slot, every)], RowClass.STEP, engine.logits.slice(0, len(every)))
+            engine.decoder.run_rows([(self.slot, len(every))], every, [self.rows])
             return engine._read_logits(len(every))
 
     def truncate(self, rows: int) -> None:
@@ -506,28 +485,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def fresh_seed() -> int:
-    """A seed from the system's entropy."""
-    return secrets.randbits(64)
-
-
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """One prompt, rather than a list of prompts. Raises InputError for what is neither."""
-    if isinstance(prompts, str):
-        return True
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1
-    if not isinstance(prompts, (list, tuple)):
-        raise InputError(f"prompts: got {type(prompts).__name__}, wanted a text, a list of token ids, or a list of such prompts")
-    return bool(prompts) and not any(isinstance(p, (str, list, tuple, np.ndarray)) for p in prompts)
-
-
-def _integers(ids: Sequence[int]) -> list[int]:
-    if not isinstance(ids, (list, tuple, np.ndarray)):
-        raise InputError(f"prompt: got {type(ids).__name__}, wanted a text or a list of token ids")
-    wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer))]
-    if wrong:
-        raise InputError(f"prompt: got {wrong[0]!r} among the token ids, wanted integers")
-    return [int(i) for i in ids]

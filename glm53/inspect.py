@@ -16,6 +16,7 @@ from glm53.model.layout import array_plans
 from glm53.model.names import ExpectedTensor, Kind, LoadPlan, expected_tensors, match, parameter_count, parameters_in
 from glm53.spec import DType, ModelSpec
 
+_DEVICE_FORMATS = {"f32": (DType.F32, "auto"), "bf16": (DType.BF16, "auto"), "q8q4": (DType.BF16, "q8q4")}
 Q8G64_ROW_GROUP = 64  # latent values that share one f16 scale
 
 
@@ -52,7 +53,7 @@ class Inspection:
     formats: dict[str, Share]  # by stored type
     kinds: dict[str, Share]  # by what they are for
     packed_experts: bool
-    device_bytes: dict[str, int]  # by activation type: f32, bf16
+    device_bytes: dict[str, int]  # by activation type: f32, bf16; and bf16 with weights q8q4
     parameters: int  # stored, MTP layer included
     parameters_active: int  # read for one token by the main model: embedding row and unchosen experts not counted, output head counted
     history: dict[str, HistoryCost]  # by row format: f32, bf16, q8g64
@@ -118,7 +119,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         formats=_shares(stored),
         kinds=_kinds(plan),
         packed_experts=bool(plan.packed_layers),
-        device_bytes={d.label: sum(a.nbytes for a in array_plans(plan, d, mtp=False)) for d in (DType.F32, DType.BF16)},
+        device_bytes={name: sum(a.nbytes for a in array_plans(plan, dtype, False, weights)) for name, (dtype, weights) in _DEVICE_FORMATS.items()},
         parameters=parameter_count(wanted),
         parameters_active=active_parameters(plan.spec),
         history=history_costs(plan.spec),

@@ -24,7 +24,7 @@ def structs() -> list[type[args.Args]]:
     return Args.__subclasses__()
 
 
-def _declaration(field: str, ctype: type) -> str:
+def _declaration(field: str, ctype: Any) -> str:
     if issubclass(ctype, ctypes.Array):
         return f"{_C_NAME[ctype._type_]} {field}[{ctype._length_}]"
     if issubclass(ctype, Args):
@@ -32,7 +32,7 @@ def _declaration(field: str, ctype: type) -> str:
     return f"{_C_NAME[ctype]} {field}"
 
 
-def pointer_offsets(struct: type[args.Args]) -> list[int]:
+def pointer_offsets(struct: Any) -> list[int]:
     """Byte offsets of all pointers of a struct, those in arrays and nested structs included."""
     offsets = []
     for field, ctype, *_ in struct._fields_:

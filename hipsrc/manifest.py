@@ -35,7 +35,7 @@ def sha256(path: Path) -> str:
 
 def source_files(source_dir: Path) -> list[Path]:
     """Every file that decides the bytes of a code object, in order of name, those of glm53/ops apart."""
-    return sorted([*source_dir.glob("include/*.h"), *source_dir.glob("kernels/*.h"), *source_dir.glob("kernels/*.hip")])
+    return sorted([*source_dir.glob("include/*.h"), *source_dir.glob("kernels/*.h"), *source_dir.glob("kernels/*.hip"), *source_dir.glob("host/*.h")])
 
 
 def launch_constants(source_dir: Path) -> dict[str, dict[str, int]]:

@@ -14,7 +14,7 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX = 600, 80
 
 # A module may import the modules of the layers listed for it and of its own layer. Longest prefix decides.
 LAYERS = {
-    "glm53": {"engine", "sampling"},  # lazily, for `from glm53 import Engine`
+    "glm53": {"engine", "request", "sampling"},  # lazily, for `from glm53 import Engine`
     "glm53.errors": set(),
     "glm53.spec": set(),
     "glm53.sampling": {"errors"},
@@ -29,8 +29,9 @@ LAYERS = {
     "glm53.model": {"kv", "ops", "hip", "mem", "spec", "errors", "files", "config", "sampling"},
     "glm53.inspect": {"model", "config", "files", "spec", "errors"},
     "glm53.check": {"ops", "hip", "spec", "errors", "mem", "sampling"},
-    "glm53.engine": {"model", "kv", "hip", "mem", "sched", "config", "sampling", "spec", "errors", "tokenizer", "check"},
-    "glm53.cli": {"engine", "inspect", "check", "hip", "config", "sampling", "tokenizer", "files", "errors"},
+    "glm53.request": {"model", "sched", "sampling", "tokenizer", "errors"},
+    "glm53.engine": {"request", "model", "kv", "hip", "mem", "sched", "config", "sampling", "spec", "errors", "tokenizer", "check"},
+    "glm53.cli": {"engine", "request", "inspect", "check", "hip", "config", "sampling", "tokenizer", "files", "errors"},
 }
 ENVIRONMENT = {"GLM53_RUNTIME", "GLM53_ARCHS"}
 

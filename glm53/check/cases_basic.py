@@ -18,6 +18,7 @@ from glm53.check.compare import EXACT, SAME_ROUNDING, Comparison, Mismatch, Tole
 from glm53.hip import Array, Device
 from glm53.ops import basic, history, litmus, matmul, weights
 from glm53.ops.contract import ContractError
+from glm53.ops.matrix import Matrix
 from glm53.spec import DType
 
 F32, BF16 = DType.F32, DType.BF16
@@ -143,7 +144,7 @@ def _product(kind: str, product: Product, types: tuple[DType, DType, DType], dev
     with Bench(device) as bench:
         start = bench.put(residual, types[2])
         y = start if product.residual == "in_place" else bench.poison(types[2], (rows, n))
-        matmul.matmul(bench.stream, bench.put(x, types[0]), bench.put(w, types[1]), y, None if given is None else start, kind)
+        matmul.matmul(bench.stream, bench.put(x, types[0]), Matrix.plain(bench.put(w, types[1])), y, None if given is None else start, kind)
         return compare(f"matmul {kind}", bench.read(y), want, MATMUL_TOLERANCE[types[2]], scale)
 
 
@@ -152,7 +153,7 @@ def _per_head(kind: str, rows: int, heads: int, n: int, k: int, columns: int, dt
     want, scale = reference.matmul(x[..., :k].transpose(1, 0, 2), w, None, dtype)
     with Bench(device) as bench:
         y = bench.poison(dtype, (rows, heads, n))
-        matmul.per_head(bench.stream, bench.put(x, dtype), bench.put(w, dtype), y, kind)
+        matmul.per_head(bench.stream, bench.put(x, dtype), Matrix.plain(bench.put(w, dtype)), y, kind)
         return compare(f"per_head {kind}", bench.read(y), want.transpose(1, 0, 2), MATMUL_TOLERANCE[dtype], scale.transpose(1, 0, 2))
 
 
@@ -172,7 +173,7 @@ def _matmul_rows(kind: str, types: tuple[DType, DType, DType], device: Device) -
 
     def run(bench: Bench, x: np.ndarray) -> Array:
         y = bench.poison(types[2], (len(x), 67))
-        matmul.matmul(bench.stream, bench.put(x, types[0]), bench.put(w, types[1]), y, kind=kind)
+        matmul.matmul(bench.stream, bench.put(x, types[0]), Matrix.plain(bench.put(w, types[1])), y, kind=kind)
         return y
 
     x = draw(14, (70 if kind == "tile" else 19, 151), types[0])
@@ -269,7 +270,7 @@ def _zero_rows(device: Device) -> Comparison:
         weight = bench.poison(F32, (8,))
         calls: dict[str, Callable[[], None]] = {
             "rms_norm": lambda: basic.rms_norm(bench.stream, empty, weight, empty, EPS),
-            "matmul": lambda: matmul.matmul(bench.stream, empty, bench.poison(F32, (4, 8)), bench.poison(F32, (1, 4)).slice(0, 0)),
+            "matmul": lambda: matmul.matmul(bench.stream, empty, Matrix.plain(bench.poison(F32, (4, 8))), bench.poison(F32, (1, 4)).slice(0, 0)),
         }
         for name, call in calls.items():
             try:

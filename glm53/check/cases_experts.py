@@ -12,6 +12,7 @@ from glm53.check.case import Bench, Case, draw, round_to
 from glm53.check.compare import EXACT, Comparison, compare, worst_of
 from glm53.hip import Array, Device
 from glm53.ops import experts, matmul
+from glm53.ops.matrix import Matrix
 from glm53.spec import DType
 
 # Router
@@ -127,7 +128,7 @@ def run_product(case: Product, order_kind: str, device: Device) -> Comparison:
     x, w = draw(21, x_shape, case.x_dtype), draw(22, (case.experts, case.n, case.k), case.w_dtype)
     ids = expert_ids(case.kind, case.rows, case.slots, case.experts)
     with Bench(device) as bench:
-        weights = bench.put(w, case.w_dtype)
+        weights = Matrix.plain(bench.put(w, case.w_dtype))
 
         def multiply(of: slice) -> Array:
             some_ids = bench.put(ids[of])
@@ -146,7 +147,8 @@ def run_product(case: Product, order_kind: str, device: Device) -> Comparison:
         compare("last row alone", bench.bits(multiply(slice(last, last + 1)))[0], bits[last])
         plain = bench.poison(case.x_dtype, (1, case.n))
         row = x[last, -1] if case.x_per_slot else x[last]
-        matmul.matmul(bench.stream, bench.put(row[None], case.x_dtype), bench.put(w[ids[last, -1]], case.w_dtype), plain, kind=order_kind)
+        one = Matrix.plain(bench.put(w[ids[last, -1]], case.w_dtype))
+        matmul.matmul(bench.stream, bench.put(row[None], case.x_dtype), one, plain, kind=order_kind)
         compare("plain product", bench.bits(plain)[0], bits[last, -1])
         return result
 

@@ -85,6 +85,11 @@ class TierCheck:
         view.upload(values, self.bench.stream)
         return view
 
+    def launch_round(self, group: int, selected: Array, counts: Array, sessions: Array, round_starts: Array, plan: Array) -> None:
+        """The kernels of one round."""
+        tier = (self.tables, self.device_states, self.slots, group)
+        hotcache.hot_plan(self.bench.stream, selected, counts, sessions, round_starts, *tier, plan, self.fetch, SHAPE, self.ring_rows)
+
     def plan_round(self, group: int, rounds: Mapping[int, Rows], padding: int = 0) -> Comparison:
         """One launch: a round per session of `rounds`, then `padding` rows without entries as a round of session 0."""
         rows = [(s, list(row)) for s, session_rows in rounds.items() for row in session_rows] + [(0, [])] * padding
@@ -96,21 +101,11 @@ class TierCheck:
         lists = (self.fetch.sources, self.fetch.targets, self.fetch.positions, self.fetch.counts)
         for array in (plan, *lists):  # what the kernel leaves out, or writes too much, shows
             self.bench.stream.fill(array.address, 0xFF, array.nbytes)
-        hotcache.hot_plan(
-            self.bench.stream,
-            self._upload(self.selected, selected),
+        lengths, of = (
             self._upload(self.rows["counts"], i32([len(row) for _, row in rows])),
             self._upload(self.rows["sessions"], i32([s for s, _ in rows])),
-            self._upload(self.rounds["starts"], i32(starts)),
-            self.tables,
-            self.device_states,
-            self.slots,
-            group,
-            plan,
-            self.fetch,
-            SHAPE,
-            self.ring_rows,
         )
+        self.launch_round(group, self._upload(self.selected, selected), lengths, of, self._upload(self.rounds["starts"], i32(starts)), plan)
         want_plan = np.zeros(selected.shape, np.uint64)
         want = [np.full(array.shape, -1, np.int64).astype(np.uint64 if array.dtype is DType.U64 else np.int32) for array in lists]
         for i, session in enumerate(rounds):

@@ -5,6 +5,23 @@ from glm53.kv.cache import KvCache, KvSession
 from glm53.kv.host import HostTier, HostTierConfig
 from glm53.kv.passes import Pass, PassRows, RowLayout, Tier
 from glm53.kv.resident import ResidentTier
+from glm53.kv.step import Runs, StepRows, TierStep, step_of
 from glm53.kv.store import RowStore
 
-__all__ = ["HostTier", "HostTierConfig", "KvArray", "KvCache", "KvSession", "Pass", "PassRows", "ResidentTier", "RowLayout", "RowStore", "Tier"]
+__all__ = [
+    "HostTier",
+    "HostTierConfig",
+    "KvArray",
+    "KvCache",
+    "KvSession",
+    "Pass",
+    "PassRows",
+    "ResidentTier",
+    "RowLayout",
+    "RowStore",
+    "Runs",
+    "StepRows",
+    "Tier",
+    "TierStep",
+    "step_of",
+]

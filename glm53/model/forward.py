@@ -1,20 +1,19 @@
-"""The forward pass: which kernel runs after which for a batch of rows.
+"""The forward pass of prompt rows: which kernel runs after which for a chunk of rows. Decode and verify rows: `step`.
 
-Rows of a batch may belong to different sessions; kernels find histories only through tables. Two classes of rows exist: STEP (decode, any
-number of rows) and PREFILL (prompt chunks); within a class the bits of a row depend on nothing beside it.
+The two classes of rows have reduction orders of their own (docs/decisions/0001-two-row-classes.md); within a class the bits of a row depend on
+nothing beside it.
 Formulas and names: transformers 5.24.0 `glm_moe_dsa`, absorbed form of MLA attention.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from glm53.errors import Glm53Error
 from glm53.hip import Array, Device, Stream
 from glm53.kv import Pass, PassRows, RowLayout, RowStore, Tier
 from glm53.model.weights import DenseWeights, IndexerWeights, LayerWeights, MoeWeights, Weights
@@ -23,13 +22,6 @@ from glm53.spec import DType, ModelSpec, RowFormat
 
 INDEX_NORM_EPS = 1e-6  # of the indexer's LayerNorm; fixed in every implementation
 SCORE_BYTES_MAX = 64 << 20  # scores of one tile of query rows; bounds the indexer's memory whatever the context
-
-
-class RowClass(enum.Enum):
-    """Which reduction order computes a row."""
-
-    STEP = "step"
-    PREFILL = "tile"
 
 
 @dataclass(frozen=True)
@@ -68,10 +60,22 @@ def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
 class Forward:
     """Runs the main layers for a batch of rows, on one stream of one device."""
 
-    def __init__(self, device: Device, stream: Stream, spec: ModelSpec, weights: Weights, dtype: DType, rows_max: int, tier: Tier, keys: RowStore):
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        spec: ModelSpec,
+        weights: Weights,
+        dtype: DType,
+        rows_max: int,
+        tier: Tier,
+        keys: RowStore,
+        head: Callable[[Array, Array], None],
+        row_error: Array,
+    ):
         self.device, self.stream, self.spec, self.weights, self.dtype = device, stream, spec, weights, dtype
         self.tier, self.key_store = tier, keys
-        self.row_error = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
+        self.head, self.row_error = head, row_error  # logits of a row's hidden state; [1] u32 flag of the row quantiser
         self.rows_max = rows_max
         self.inv_freq = Array.from_numpy(device, inverse_frequencies(spec), category="workspace")
         pairs_width = spec.n_experts_per_tok
@@ -115,10 +119,10 @@ class Forward:
         self.score_rows = max(1, min(rows_max, SCORE_BYTES_MAX // (4 * context)))
         self.scores = Array.empty(device, DType.F32, (self.score_rows, context), category="workspace")
 
-    def run(self, batch: Rows, kind: RowClass, logits: Array) -> None:
-        """Computes all rows, appends them to the histories and writes the logits of the last rows.
+    def run(self, batch: Rows, logits: Array) -> None:
+        """Computes all rows, appends them to their history and writes the logits [1, vocab] f32 of the last one.
 
-        logits [n, vocab] f32: of the last n rows. Everything is enqueued on the stream. If anything raises, the tier has dropped the rows.
+        Everything is enqueued on the stream. If anything raises, the tier has dropped the rows.
         """
         count = len(batch.tokens)
         assert 0 < count <= self.rows_max, f"{count} rows in a pass of at most {self.rows_max}"
@@ -126,41 +130,38 @@ class Forward:
         for name in ("tokens", "positions", "sessions"):
             cut(name).upload(np.ascontiguousarray(getattr(batch, name), np.int32), self.stream)
         pass_rows = PassRows(batch.positions, batch.sessions, cut("positions"), cut("sessions"))
-        tier_pass = self.tier.begin(pass_rows, prefill=kind is RowClass.PREFILL)
+        tier_pass = self.tier.begin(pass_rows, prefill=True)
         try:
-            self._layers(tier_pass, kind, count, context=int(batch.positions.max()) + 1)
-            n = logits.shape[0]
-            tail = cut("h").slice(count - n, count)
-            basic.rms_norm(self.stream, cut("x").slice(count - n, count), self.weights.final_norm, tail, self.spec.rms_norm_eps)
-            matmul.matmul(self.stream, tail, self.weights.lm_head, logits, kind=RowClass.STEP.value)
+            self._layers(tier_pass, count, context=int(batch.positions.max()) + 1)
+            self.head(cut("x").slice(count - 1, count), logits)
             tier_pass.finish()
         except BaseException:
             tier_pass.abandon()
             raise
 
-    def _layers(self, tier_pass: Pass, kind: RowClass, count: int, context: int) -> None:
+    def _layers(self, tier_pass: Pass, count: int, context: int) -> None:
         x, h = self.work.cut("x", count), self.work.cut("h", count)
         basic.embed(self.stream, self.work.cut("tokens", count), self.weights.embed, x)
         for index, layer in enumerate(self.weights.layers):
-            self._attention(tier_pass, index, layer, kind, count, context)
+            self._attention(tier_pass, index, layer, count, context)
             basic.rms_norm(self.stream, x, layer.post_norm, h, self.spec.rms_norm_eps)
             if isinstance(layer.mlp, DenseWeights):
-                self._dense(layer.mlp, kind, count, out=x, residual=x)
+                self._dense(layer.mlp, count, out=x, residual=x)
             else:
-                self._experts(layer.mlp, kind, count)
+                self._experts(layer.mlp, count)
 
-    def _attention(self, tier_pass: Pass, index: int, layer: LayerWeights, kind: RowClass, count: int, context: int) -> None:
+    def _attention(self, tier_pass: Pass, index: int, layer: LayerWeights, count: int, context: int) -> None:
         """x += attention(norm(x)); on a full layer computes the selection that the shared layers after it reuse."""
-        spec, stream, product, layout = self.spec, self.stream, kind.value, self.tier.layout
+        spec, stream, layout = self.spec, self.stream, self.tier.layout
         cut = partial(self.work.cut, rows=count)
         x, h, qr, q, row = cut("x"), cut("h"), cut("qr"), cut("q"), cut("row")
         positions = cut("positions")
         basic.rms_norm(stream, x, layer.input_norm, h, spec.rms_norm_eps)
-        matmul.matmul(stream, h, layer.q_a, qr, kind=product)
+        matmul.matmul(stream, h, layer.q_a, qr, kind="tile")
         basic.rms_norm(stream, qr, layer.q_a_norm, qr, spec.latent_norm_eps)
-        matmul.matmul(stream, qr, layer.q_b, cut("q", shape=(spec.n_heads * spec.qk_head_dim,)), kind=product)
+        matmul.matmul(stream, qr, layer.q_b, cut("q", shape=(spec.n_heads * spec.qk_head_dim,)), kind="tile")
         basic.rope(stream, q, positions, self.inv_freq, offset=spec.qk_nope_head_dim)
-        matmul.matmul(stream, h, layer.kv_a, row, kind=product)
+        matmul.matmul(stream, h, layer.kv_a, row, kind="tile")
         basic.rms_norm(stream, row, layer.kv_a_norm, row, spec.latent_norm_eps)
         basic.rope(stream, cut("row", shape=(1, spec.row_width)), positions, self.inv_freq, offset=spec.kv_lora_rank)
         tier_pass.before_store(index)
@@ -174,9 +175,9 @@ class Forward:
             error=self.row_error if layout.row_format is RowFormat.Q8G64 else None,
         )
         if layer.indexer is not None:
-            self._select(index, layer.indexer, kind, count, context)
+            self._select(index, layer.indexer, count, context)
             tier_pass.plan(index, cut("selected"), cut("counts"), cut("plan"))
-        matmul.per_head(stream, q, layer.wk, cut("q_latent"), kind=product)
+        matmul.per_head(stream, q, layer.wk, cut("q_latent"), kind="tile")
         tier_pass.before_attention(index)
         attention.attend(
             stream,
@@ -191,25 +192,25 @@ class Forward:
             scale=spec.softmax_scale,
         )
         tier_pass.after_attention(index)
-        matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"), kind=product)
-        matmul.matmul(stream, cut("o", shape=(spec.n_heads * spec.v_head_dim,)), layer.o, x, residual=x, kind=product)
+        matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"), kind="tile")
+        matmul.matmul(stream, cut("o", shape=(spec.n_heads * spec.v_head_dim,)), layer.o, x, residual=x, kind="tile")
 
-    def _select(self, index: int, indexer: IndexerWeights, kind: RowClass, count: int, context: int) -> None:
+    def _select(self, index: int, indexer: IndexerWeights, count: int, context: int) -> None:
         """Writes the rows' index keys, then the selection: positions, ascending."""
-        spec, stream, product = self.spec, self.stream, kind.value
+        spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=count)
         positions, sessions, key = cut("positions"), cut("sessions"), cut("index_key")
         plane = spec.index_plane[index]
-        matmul.matmul(stream, cut("h"), indexer.wk, key, kind=product)
+        matmul.matmul(stream, cut("h"), indexer.wk, key, kind="tile")
         basic.layer_norm(stream, key, indexer.k_norm_weight, indexer.k_norm_bias, key, INDEX_NORM_EPS)
         basic.rope(stream, cut("index_key", shape=(1, spec.index_head_dim)), positions, self.inv_freq, offset=0)
         history.append(stream, key, self.key_store.tables, sessions, positions, self.key_store.shape, plane=plane)
         scored = context > spec.index_topk  # below that every causal position is selected and no score is read
         query, gate = cut("index_q"), cut("index_gate")
         if scored:
-            matmul.matmul(stream, cut("qr"), indexer.wq_b, cut("index_q", shape=(spec.index_n_heads * spec.index_head_dim,)), kind=product)
+            matmul.matmul(stream, cut("qr"), indexer.wq_b, cut("index_q", shape=(spec.index_n_heads * spec.index_head_dim,)), kind="tile")
             basic.rope(stream, query, positions, self.inv_freq, offset=0)
-            matmul.matmul(stream, cut("h"), indexer.weights_proj, gate, kind=product)
+            matmul.matmul(stream, cut("h"), indexer.weights_proj, gate, kind="tile")
         for start in range(0, count, self.score_rows):
             stop = min(start + self.score_rows, count)
             tile = lambda array, start=start, stop=stop: array.slice(start, stop)
@@ -229,21 +230,21 @@ class Forward:
                 )
             selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
 
-    def _dense(self, mlp: DenseWeights, kind: RowClass, count: int, out: Array, residual: Array | None) -> None:
+    def _dense(self, mlp: DenseWeights, count: int, out: Array, residual: Array | None) -> None:
         """out = (silu(h gate) * (h up)) down (+ residual)"""
         width = mlp.down.shape[1]
         gate_up = self.work.cut("gate_up", count, (2 * width,))
         act = self.work.cut("act", count, (width,))
-        matmul.matmul(self.stream, self.work.cut("h", count), mlp.gate_up, gate_up, kind=kind.value)
+        matmul.matmul(self.stream, self.work.cut("h", count), mlp.gate_up, gate_up, kind="tile")
         basic.silu_mul(self.stream, gate_up, act)
-        matmul.matmul(self.stream, act, mlp.down, out, residual=residual, kind=kind.value)
+        matmul.matmul(self.stream, act, mlp.down, out, residual=residual, kind="tile")
 
-    def _experts(self, mlp: MoeWeights, kind: RowClass, count: int) -> None:
+    def _experts(self, mlp: MoeWeights, count: int) -> None:
         """x += routed experts of h + shared expert of h"""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=count)
         h, x, ids, weights = cut("h"), cut("x"), cut("expert_ids"), cut("expert_weights")
-        matmul.matmul(stream, h, mlp.router, cut("router"), kind=kind.value)
+        matmul.matmul(stream, h, mlp.router, cut("router"), kind="tile")
         experts.router(
             stream,
             cut("router"),
@@ -255,29 +256,15 @@ class Forward:
             normalise=spec.norm_topk_prob,
             scaling=spec.routed_scaling_factor,
         )
-        order = None
-        if kind is RowClass.PREFILL:
-            order = (self.expert_offsets, cut("sorted_pairs"))
-            experts.expert_sort(stream, ids, *order)
+        order = (self.expert_offsets, cut("sorted_pairs"))
+        experts.expert_sort(stream, ids, *order)
         experts.expert_matmul(stream, h, mlp.gate_up, cut("expert_gate_up"), ids, order)
         pairs = count * spec.n_experts_per_tok
         gate_up = self.work.cut("expert_gate_up", pairs, (2 * spec.expert_width,))
         basic.silu_mul(stream, gate_up, self.work.cut("expert_act", pairs, (spec.expert_width,)))
         experts.expert_matmul(stream, cut("expert_act"), mlp.down, cut("expert_out"), ids, order)
-        self._dense(mlp.shared, kind, count, out=cut("shared"), residual=None)
+        self._dense(mlp.shared, count, out=cut("shared"), residual=None)
         experts.expert_sum(stream, cut("expert_out"), weights, cut("shared"), x, x)
-
-    def check_rows(self) -> None:
-        """Raises Glm53Error if a history row could not be quantised since the last call. Waits for the stream."""
-        if self.tier.layout.row_format is not RowFormat.Q8G64:
-            return
-        bad = int(self.row_error.numpy(self.stream)[0])
-        if bad:
-            self.row_error.upload(np.zeros(1, np.uint32), self.stream)
-            raise Glm53Error(
-                f"row {bad - 1} of a pass holds a value that q8g64 cannot store (not finite, or beyond f16 scales); "
-                "check the weights (--check-weights) or use --kv-format bf16"
-            )
 
 
 def row_layout(spec: ModelSpec, row_format: RowFormat) -> RowLayout:

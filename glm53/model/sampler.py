@@ -22,18 +22,41 @@ class Drawn:
     top: tuple[tuple[int, float], ...]
 
 
-class Sampler:
-    """Device state of the sampler for `sessions_max` sessions: parameters of the rows of a step, marks of seen tokens (made when first needed)."""
+@dataclass(frozen=True)
+class DrawRow:
+    """How one row draws: penalty marks of session `slot`, settings, seed, and the position of the token drawn."""
 
-    def __init__(self, device: Device, stream: Stream, sessions_max: int, vocab: int):
+    slot: int
+    params: SamplingParams
+    seed: int
+    position: int
+
+
+@dataclass(frozen=True)
+class DrawKind:
+    """What the sampler's launches depend on beside the number of rows."""
+
+    tops: bool  # the most probable tokens are wanted
+    penalises: bool  # penalty marks are read and kept
+
+    @classmethod
+    def of(cls, rows: Sequence[DrawRow]) -> DrawKind:
+        return cls(any(row.params.logprobs for row in rows), any(row.params.penalises for row in rows))
+
+
+class Sampler:
+    """Device state of the sampler: parameters and results of at most `rows_max` rows, marks of seen tokens of
+    `sessions_max` sessions (made when first needed)."""
+
+    def __init__(self, device: Device, stream: Stream, rows_max: int, sessions_max: int, vocab: int):
         self.device, self.stream, self.sessions_max, self.vocab = device, stream, sessions_max, vocab
         make = lambda dtype, *shape: Array.empty(device, dtype, shape, category="sampling")
-        self.params = make(DType.U8, sessions_max, sampling.ROW_BYTES)
-        self.tokens = make(DType.I32, sessions_max)
-        self.logprobs = make(DType.F32, sessions_max)
-        self.top_ids = make(DType.I32, sessions_max, LOGPROBS_MAX)
-        self.top_logprobs = make(DType.F32, sessions_max, LOGPROBS_MAX)
-        self.slots = make(DType.I32, sessions_max)
+        self.params = make(DType.U8, rows_max, sampling.ROW_BYTES)
+        self.tokens = make(DType.I32, rows_max)
+        self.logprobs = make(DType.F32, rows_max)
+        self.top_ids = make(DType.I32, rows_max, LOGPROBS_MAX)
+        self.top_logprobs = make(DType.F32, rows_max, LOGPROBS_MAX)
+        self.slots = make(DType.I32, rows_max)
         self.seen: Array | None = None
 
     def begin(self, slot: int, prompt: Sequence[int] | None) -> None:
@@ -46,27 +69,43 @@ class Sampler:
         marks[0, list(prompt)] = 1
         self.seen.slice(slot, slot + 1).upload(marks, self.stream)
 
-    def draw(self, logits: Array, rows: Sequence[tuple[int, SamplingParams, int, int]]) -> list[Drawn]:
-        """One token per row of logits [rows, vocab] f32; rows: (slot, params, seed, position of the token drawn). Waits for the device."""
-        count = len(rows)
-        packed = sampling.pack_rows([(params, seed, position, slot if params.penalises else -1) for slot, params, seed, position in rows])
-        self.params.slice(0, count).upload(packed, self.stream)
-        wants_top = any(params.logprobs for _, params, _, _ in rows)
+    def upload(self, rows: Sequence[DrawRow]) -> None:
+        """Settings of the rows that the next launches draw for."""
+        packed = sampling.pack_rows([(r.params, r.seed, r.position, r.slot if r.params.penalises else -1) for r in rows])
+        self.params.slice(0, len(rows)).upload(packed, self.stream)
+        if self.seen is not None:
+            self.slots.slice(0, len(rows)).upload(np.array([r.slot if r.params.penalises else -1 for r in rows], np.int32), self.stream)
+
+    def tops(self, count: int, kind: DrawKind) -> tuple[Array, Array] | None:
+        """Where the most probable tokens of `count` rows go, if they are wanted: ids and log-probabilities [count, LOGPROBS_MAX]."""
+        return (self.top_ids.slice(0, count), self.top_logprobs.slice(0, count)) if kind.tops else None
+
+    def enqueue(self, logits: Array, kind: DrawKind) -> None:
+        """Draws tokens[r] from logits[r] [rows, vocab] f32 by the settings uploaded, and marks them as seen."""
+        count = logits.shape[0]
         cut = lambda array: array.slice(0, count)
-        tops = (cut(self.top_ids), cut(self.top_logprobs)) if wants_top else None
-        sampling.sample(self.stream, logits, cut(self.params), self.seen, cut(self.tokens), cut(self.logprobs), tops)
-        if self.seen is not None and any(params.penalises for _, params, _, _ in rows):
-            slots = np.array([slot if params.penalises else -1 for slot, params, _, _ in rows], np.int32)
-            cut(self.slots).upload(slots, self.stream)
-            sampling.mark_seen(self.stream, self.seen, cut(self.tokens), cut(self.slots))
-        tokens, logprobs = cut(self.tokens).numpy(self.stream), cut(self.logprobs).numpy(self.stream)
-        ids = values = None
-        if tops is not None:
-            ids, values = tops[0].numpy(self.stream), tops[1].numpy(self.stream)
-        drawn = []
-        for i, (_, params, _, _) in enumerate(rows):
-            top: tuple[tuple[int, float], ...] = ()
-            if ids is not None and values is not None and params.logprobs:
-                top = tuple((int(t), float(v)) for t, v in zip(ids[i][: params.logprobs], values[i][: params.logprobs], strict=True) if t >= 0)
-            drawn.append(Drawn(int(tokens[i]), float(logprobs[i]), top))
-        return drawn
+        seen = self.seen if kind.penalises else None
+        sampling.sample(self.stream, logits, cut(self.params), seen, cut(self.tokens), cut(self.logprobs), self.tops(count, kind))
+        if seen is not None:
+            sampling.mark_seen(self.stream, seen, cut(self.tokens), cut(self.slots))
+
+    def draw(self, logits: Array, rows: Sequence[DrawRow]) -> list[Drawn]:
+        """One token per row of logits [rows, vocab] f32, now. Waits for the device."""
+        count, kind = len(rows), DrawKind.of(rows)
+        self.upload(rows)
+        self.enqueue(logits, kind)
+        read = lambda array: array.slice(0, count).numpy(self.stream)
+        tops = (read(self.top_ids), read(self.top_logprobs)) if kind.tops else None
+        return drawn_rows(rows, read(self.tokens), read(self.logprobs), tops)
+
+
+def drawn_rows(rows: Sequence[DrawRow], tokens: np.ndarray, logprobs: np.ndarray, tops: tuple[np.ndarray, np.ndarray] | None) -> list[Drawn]:
+    """What was drawn for each row: tokens [rows] i32, logprobs [rows] f32, tops None or (ids, logprobs) [rows, n]."""
+    drawn = []
+    for i, row in enumerate(rows):
+        top: tuple[tuple[int, float], ...] = ()
+        if tops is not None and row.params.logprobs:
+            pairs = zip(tops[0][i][: row.params.logprobs], tops[1][i][: row.params.logprobs], strict=True)
+            top = tuple((int(token), float(logprob)) for token, logprob in pairs if token >= 0)
+        drawn.append(Drawn(int(tokens[i]), float(logprobs[i]), top))
+    return drawn

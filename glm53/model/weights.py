@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -18,10 +18,11 @@ from glm53.config import SCALE_BLOCK
 from glm53.errors import CheckpointError, DeviceMemoryError, HipError, human_bytes
 from glm53.hip import Array, Buffer, Device, Event, HostBuffer
 from glm53.model.checkpoint import Checkpoint, TensorInfo
-from glm53.model.layout import ArrayPlan, Part, array_plans
+from glm53.model.layout import ArrayPlan, Part, array_plans, format_notes
 from glm53.model.names import LoadPlan, match
 from glm53.ops import weights as ops
-from glm53.spec import DType, ModelSpec
+from glm53.ops.matrix import Matrix, matrix_bytes
+from glm53.spec import DType, ModelSpec, WeightFormat
 
 CATEGORY = "weights"
 SLOT_BYTES_MAX = 16 << 20  # two slots on the host and two on the device: 64 MiB beside the model
@@ -30,35 +31,36 @@ _ALIGN = 256
 _STORED = {"F32": DType.F32, "BF16": DType.BF16, "F8_E4M3": DType.F8E4M3}
 
 Progress = Callable[[int, int, str], None]
+Item = Array | Matrix
 
 
 @dataclass(frozen=True)
 class IndexerWeights:
-    """Of a full layer. T: the activation type; W: T, or bf16 in an f32 run where the checkpoint stores BF16."""
+    """Of a full layer. T: the activation type; W: a weight format, as `layout.array_plans` says."""
 
-    wq_b: Array  # [index_n_heads * index_head_dim, q_lora_rank] W
-    wk: Array  # [index_head_dim, hidden] W
+    wq_b: Matrix  # [index_n_heads * index_head_dim, q_lora_rank] W
+    wk: Matrix  # [index_head_dim, hidden] W
     k_norm_weight: Array  # [index_head_dim] T
     k_norm_bias: Array  # [index_head_dim] T
-    weights_proj: Array  # [index_n_heads, hidden] W
+    weights_proj: Matrix  # [index_n_heads, hidden] W
 
 
 @dataclass(frozen=True)
 class DenseWeights:
     """A gated MLP of width I."""
 
-    gate_up: Array  # [2 * I, hidden] W: gate rows, then up rows
-    down: Array  # [hidden, I] W
+    gate_up: Matrix  # [2 * I, hidden] W: gate rows, then up rows
+    down: Matrix  # [hidden, I] W
 
 
 @dataclass(frozen=True)
 class MoeWeights:
     """Routed experts of width I, E of them, and the shared expert."""
 
-    router: Array  # [E, hidden] f32
+    router: Matrix  # [E, hidden] f32
     bias: Array  # [E] f32
-    gate_up: Array  # [E, 2 * I, hidden] W: gate rows, then up rows
-    down: Array  # [E, hidden, I] W
+    gate_up: Matrix  # [E, 2 * I, hidden] W: gate rows, then up rows
+    down: Matrix  # [E, hidden, I] W
     shared: DenseWeights
 
 
@@ -68,14 +70,14 @@ class LayerWeights:
 
     input_norm: Array  # [hidden] T
     post_norm: Array  # [hidden] T
-    q_a: Array  # [q_lora_rank, hidden] W
+    q_a: Matrix  # [q_lora_rank, hidden] W
     q_a_norm: Array  # [q_lora_rank] T
-    q_b: Array  # [heads * qk_head_dim, q_lora_rank] W
-    kv_a: Array  # [kv_lora_rank + rope, hidden] W
+    q_b: Matrix  # [heads * qk_head_dim, q_lora_rank] W
+    kv_a: Matrix  # [kv_lora_rank + rope, hidden] W
     kv_a_norm: Array  # [kv_lora_rank] T
-    wk: Array  # [heads, kv_lora_rank, nope] W
-    wv: Array  # [heads, v, kv_lora_rank] W
-    o: Array  # [hidden, heads * v] W
+    wk: Matrix  # [heads, kv_lora_rank, nope] W
+    wv: Matrix  # [heads, v, kv_lora_rank] W
+    o: Matrix  # [hidden, heads * v] W
     indexer: IndexerWeights | None  # None: the layer uses the selection of the closest full layer before it
     mlp: DenseWeights | MoeWeights
 
@@ -86,7 +88,7 @@ class MtpWeights:
 
     enorm: Array  # [hidden] T
     hnorm: Array  # [hidden] T
-    eh_proj: Array  # [hidden, 2 * hidden] W, embedding half first
+    eh_proj: Matrix  # [hidden, 2 * hidden] W, embedding half first
     layer: LayerWeights
     norm: Array  # [hidden] T
 
@@ -95,13 +97,13 @@ class MtpWeights:
 class Weights:
     """All weights of a model on one device."""
 
-    embed: Array  # [vocab, hidden] W
+    embed: Array  # [vocab, hidden] f32 or bf16
     final_norm: Array  # [hidden] T
-    lm_head: Array  # [vocab, hidden] W; the same array as embed if tied
+    lm_head: Matrix  # [vocab, hidden] W; if tied and not quantised, of the same array as embed
     layers: tuple[LayerWeights, ...]
     mtp: MtpWeights | None
     nbytes: int  # allocated on the device
-    notes: tuple[str, ...]  # what the checkpoint held beside the model
+    notes: tuple[str, ...]  # what the checkpoint held beside the model, and what could not be quantised
     buffers: tuple[Buffer, ...] = field(repr=False)
 
     def free(self) -> None:
@@ -118,36 +120,39 @@ def load_weights(
     progress: Progress | None = None,
     check: bool = False,
     load_mtp: bool = False,
+    weights: str = "auto",
 ) -> Weights:
-    """Loads a checkpoint for activations of type `dtype` (F32 or BF16; `layout.array_plans` says what type each array gets).
+    """Loads a checkpoint for activations of type `dtype` (F32 or BF16).
 
     Args:
         progress: called after each piece with bytes done, bytes in all, and the tensor's name. With `check` the scan counts as well.
         check: look for NaN and infinity in every stored tensor first, MTP layer included.
         load_mtp: load the MTP layer too, if the checkpoint has it.
+        weights: format of the matrices, auto, q8q4, bf16 or f32: `layout.array_plans`.
 
     Raises:
-        CheckpointError: tensors that do not fit `spec`, or with `check` the tensor, count and first index of what is not finite.
+        CheckpointError: tensors that do not fit `spec`; with `check`, or where it is quantised, the tensor, count and first index of what is
+            not finite.
         DeviceMemoryError: before anything is allocated, with what is needed and what is free.
     """
     plan = match(checkpoint, spec)
-    plans = array_plans(plan, dtype, load_mtp)
+    plans = array_plans(plan, dtype, load_mtp, weights)
     report = _Report(progress, _load_bytes(plans) + (_scan_bytes(plan) if check else 0))
     if check:
         check_finite(checkpoint, plan, report.add)
     slot_bytes = _slot_bytes(plans)
-    split_bytes = max(p.nbytes for p in plans if p.key.endswith("kv_b"))
+    scratch_bytes = max(p.scratch_bytes for p in plans)
     nbytes = sum(p.nbytes for p in plans)
-    needed, free = nbytes + split_bytes + 2 * slot_bytes, device.free_bytes()
+    needed, free = nbytes + scratch_bytes + 2 * slot_bytes + _ALIGN, device.free_bytes()
     if needed > free:
         raise DeviceMemoryError(
             f"{CATEGORY}: {human_bytes(needed)} needed on device {device.name} ({human_bytes(nbytes)} of weights, the rest for loading), "
             f"{human_bytes(free)} free; close what else uses the device, or choose a device with more memory"
         )
-    with _Loader(checkpoint, plan.spec, device, slot_bytes, report.add) as loader:
+    with _Loader(checkpoint, device, slot_bytes, scratch_bytes, report.add) as loader:
         for array_plan in plans:
             loader.load(array_plan)
-        return loader.weights(plan, nbytes)
+        return assemble(loader.items, plan.spec, (*plan.notes, *format_notes(plans)))
 
 
 def check_finite(checkpoint: Checkpoint, plan: LoadPlan, add: Callable[[int, str], None]) -> None:
@@ -246,13 +251,12 @@ class _Slot:
 class _Loader:
     """Fills device arrays one after another. As a context manager: on an error everything is freed, else only the staging memory."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, device: Device, slot_bytes: int, add: Callable[[int, str], None]):
-        self.checkpoint, self.spec, self.device, self.add = checkpoint, spec, device, add
-        self.slot_bytes = slot_bytes
-        self.arrays: dict[str, Array] = {}
-        self.buffers: list[Buffer] = []
+    def __init__(self, checkpoint: Checkpoint, device: Device, slot_bytes: int, scratch_bytes: int, add: Callable[[int, str], None]):
+        self.checkpoint, self.device, self.add = checkpoint, device, add
+        self.slot_bytes, self.scratch_bytes = slot_bytes, scratch_bytes
+        self.items: dict[str, Item] = {}
         self.scratch: list[Buffer | HostBuffer] = []
-        self.split_buffer: Buffer | None = None  # kv_b before it is split; the same for all layers
+        self.split_buffer: Buffer | None = None  # kv_b before it is split, and what comes of that; the same for all layers
         self.slots: list[_Slot] = []
         self.turn = 0
         self.stream = device.stream()
@@ -261,8 +265,10 @@ class _Loader:
         try:
             host = self.device.host_alloc(2 * self.slot_bytes, category="loading")
             self.scratch.append(host)
-            staging = self.device.alloc(2 * self.slot_bytes, "loading")
+            staging = self.device.alloc(2 * self.slot_bytes + _ALIGN, "loading")
             self.scratch.append(staging)
+            self.error = Array(staging, DType.U32, (1,), 2 * self.slot_bytes)
+            self.error.upload(np.zeros(1, np.uint32))
             for i in range(2):
                 self.slots.append(_Slot(host, staging, i * self.slot_bytes, self.slot_bytes, self.device.event()))
         except BaseException:
@@ -281,7 +287,7 @@ class _Loader:
         return [slot.event.close for slot in self.slots] + [buffer.free for buffer in self.scratch] + [self.stream.close]
 
     def _frees(self) -> list[Callable[[], None]]:
-        return [buffer.free for buffer in self.buffers]
+        return [buffer.free for buffer in _buffers(self.items)]
 
     @staticmethod
     def _run(steps: list[Callable[[], None]]) -> HipError | None:
@@ -295,39 +301,67 @@ class _Loader:
         return first
 
     def load(self, plan: ArrayPlan) -> None:
-        """Allocates the array(s) of a plan and enqueues everything that fills them."""
-        if plan.key.endswith(".kv_b"):
+        """Allocates the array(s) of a plan and enqueues everything that fills them. Waits for what is quantised, to see whether it could be."""
+        if plan.halves:
             self._load_split(plan)
-            return
-        array = self._allocate(plan.key, plan.dtype, plan.shape)
-        self._fill(plan, array)
+        else:
+            self._fill(plan, self._allocate(plan))
+        if any(p.format.quantised for p in plan.halves or (plan,)) and self.error.numpy(self.stream)[0]:
+            self._refuse(plan)
 
-    def _allocate(self, key: str, dtype: DType, shape: tuple[int, ...]) -> Array:
-        array = Array.empty(self.device, dtype, shape, category=CATEGORY)
-        self.buffers.append(array.buffer)
-        self.arrays[key] = array
-        return array
+    def _allocate(self, plan: ArrayPlan) -> Matrix:
+        matrix = Matrix.empty(self.device, plan.format, plan.shape, CATEGORY)
+        self.items[plan.key] = matrix if plan.is_matrix else matrix.codes
+        return matrix
 
     def _load_split(self, plan: ArrayPlan) -> None:
-        spec, base = self.spec, plan.key.removesuffix("kv_b")
-        wk = self._allocate(base + "wk", plan.dtype, (spec.n_heads, spec.kv_lora_rank, spec.qk_nope_head_dim))
-        wv = self._allocate(base + "wv", plan.dtype, (spec.n_heads, spec.v_head_dim, spec.kv_lora_rank))
-        if self.split_buffer is None or self.split_buffer.byte_count < plan.nbytes:
-            self.split_buffer = self.device.alloc(plan.nbytes, "loading")
+        """kv_b into scratch memory, split from there: into place, or into more of it and converted from that."""
+        targets = [self._allocate(half) for half in plan.halves]
+        if self.split_buffer is None:
+            self.split_buffer = self.device.alloc(self.scratch_bytes, "loading")
             self.scratch.append(self.split_buffer)
-        kv_b = Array(self.split_buffer, plan.dtype, plan.shape)
-        self._fill(plan, kv_b)
-        ops.split_kv_b(self.stream, kv_b, wk, wv)
+        dtype = DType.F32 if plan.format is WeightFormat.F32 else DType.BF16
+        kv_b, end = Array(self.split_buffer, dtype, plan.shape), plan.scratch_bytes
+        self._fill(plan, Matrix.plain(kv_b))
+        halves = []
+        for target in targets:
+            if target.format is plan.format:
+                halves.append(target.codes)
+                continue
+            end -= matrix_bytes(plan.format, target.shape)
+            halves.append(Array(self.split_buffer, dtype, target.shape, end))
+        ops.split_kv_b(self.stream, kv_b, *halves)
+        for target, half in zip(targets, halves, strict=True):
+            if target.format is not plan.format:
+                self._convert(half.reshape(-1, half.shape[-1]), None, target.rows())
 
-    def _fill(self, plan: ArrayPlan, array: Array) -> None:
-        rows = array.view((array.nbytes // (plan.cols * plan.dtype.item_bytes), plan.cols))
-        at = 0
+    def _convert(self, source: Array, scale: Array | None, target: Matrix) -> None:
+        """target [rows, cols] = source [rows, cols] on the device, times its block scales."""
+        if target.format.quantised:
+            ops.quantise(self.stream, source, scale, target, self.error)
+        else:
+            ops.dequant(self.stream, source, scale, target.codes)
+
+    def _refuse(self, plan: ArrayPlan) -> NoReturn:
         for part in plan.parts:
-            self._fill_part(part, rows.slice(at, at + part.rows))
+            for info in (part.source.info, part.source.scale):
+                if info is not None:
+                    _check_tensor(self.checkpoint, info, lambda _count, _name: None)
+        names = sorted({part.source.info.name for part in plan.parts})
+        more = f" (one of {len(names)} tensors)" if len(names) > 1 else ""
+        raise CheckpointError(
+            f"{self.checkpoint.path}: {names[0]}{more} holds values too large for the f16 scales of {plan.format.label}, expected at most "
+            f"{65504 * (8 if plan.format is WeightFormat.Q4G64 else 127):,}; load it with weights auto or bf16"
+        )
+
+    def _fill(self, plan: ArrayPlan, target: Matrix) -> None:
+        rows, at = target.rows(), 0
+        for part in plan.parts:
+            self._fill_part(part, rows.rows(at, at + part.rows))
             at += part.rows
         assert at == rows.shape[0]
 
-    def _fill_part(self, part: Part, target: Array) -> None:
+    def _fill_part(self, part: Part, target: Matrix) -> None:
         """Copies and converts a part into `target` [part.rows, cols], in pieces that fit a slot; scaled ones are whole scale blocks."""
         info, scale, row_bytes = part.source.info, part.source.scale, _row_bytes(part)
         unit = SCALE_BLOCK if scale is not None else 1
@@ -341,10 +375,10 @@ class _Loader:
                 scale_row_bytes = scale.shape[-1] * 4
                 first = (part.scale_row + row // SCALE_BLOCK) * scale_row_bytes
                 pieces.append((scale, first, first + -(-rows // SCALE_BLOCK) * scale_row_bytes))
-            self._piece(pieces, rows, target.slice(row, row + rows))
+            self._piece(pieces, rows, target.rows(row, row + rows))
             self.add(sum(stop - start for _, start, stop in pieces), info.name)
 
-    def _piece(self, pieces: list[tuple[TensorInfo, int, int]], rows: int, target: Array) -> None:
+    def _piece(self, pieces: list[tuple[TensorInfo, int, int]], rows: int, target: Matrix) -> None:
         slot = self.slots[self.turn]
         self.turn = 1 - self.turn
         if slot.busy:
@@ -357,7 +391,7 @@ class _Loader:
             end = _align(end + stop - start)
         info, start, stop = pieces[0]
         if len(pieces) == 1 and _STORED[info.dtype] is target.dtype:
-            self.stream.copy(target.address, slot.host_address, stop - start)
+            self.stream.copy(target.codes.address, slot.host_address, stop - start)
         else:
             used = offsets[-1] + pieces[-1][2] - pieces[-1][1]
             self.stream.copy(slot.device_buffer.address + slot.device_offset, slot.host_address, used)
@@ -366,29 +400,35 @@ class _Loader:
             if len(pieces) > 1:
                 scale_shape = (-(-rows // SCALE_BLOCK), pieces[1][0].shape[-1])
                 scale = Array(slot.device_buffer, DType.F32, scale_shape, slot.device_offset + offsets[1])
-            ops.dequant(self.stream, source, scale, target)
+            self._convert(source, scale, target)
         slot.event.record(self.stream)
         slot.busy = True
 
-    def weights(self, plan: LoadPlan, nbytes: int) -> Weights:
-        arrays, spec = self.arrays, self.spec
-        mtp = None
-        if "mtp.enorm" in arrays:
-            own = {name: arrays[f"mtp.{name}"] for name in ("enorm", "hnorm", "eh_proj", "norm")}
-            mtp = MtpWeights(layer=_layer(arrays, "mtp.layer."), **own)
-        return Weights(
-            embed=arrays["embed"],
-            final_norm=arrays["final_norm"],
-            lm_head=arrays["embed" if spec.tie_word_embeddings else "lm_head"],
-            layers=tuple(_layer(arrays, f"layers.{i}.") for i in range(spec.n_layers)),
-            mtp=mtp,
-            nbytes=nbytes,
-            notes=plan.notes,
-            buffers=tuple(self.buffers),
-        )
+
+def _buffers(items: dict[str, Item]) -> list[Buffer]:
+    return [array.buffer for item in items.values() for array in (item.arrays if isinstance(item, Matrix) else (item,))]
 
 
-def _layer(arrays: dict[str, Array], base: str) -> LayerWeights:
+def assemble(items: dict[str, Item], spec: ModelSpec, notes: tuple[str, ...]) -> Weights:
+    """The arrays and matrices of `layout.array_plans`, by key, as `Weights`. Each has buffers of its own."""
+    values: dict[str, Any] = items
+    mtp = None
+    if "mtp.enorm" in values:
+        own = {name: values[f"mtp.{name}"] for name in ("enorm", "hnorm", "eh_proj", "norm")}
+        mtp = MtpWeights(layer=_layer(values, "mtp.layer."), **own)
+    return Weights(
+        embed=values["embed"],
+        final_norm=values["final_norm"],
+        lm_head=values["lm_head"] if "lm_head" in values else Matrix.plain(values["embed"]),
+        layers=tuple(_layer(values, f"layers.{i}.") for i in range(spec.n_layers)),
+        mtp=mtp,
+        nbytes=sum(item.nbytes for item in items.values()),
+        notes=notes,
+        buffers=tuple(_buffers(items)),
+    )
+
+
+def _layer(arrays: dict[str, Any], base: str) -> LayerWeights:
     def group(kind: Any, key: str, *names: str) -> Any:
         return kind(**{name: arrays[f"{base}{key}.{name}"] for name in names})
 

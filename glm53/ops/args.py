@@ -62,7 +62,8 @@ class matmul_args(Args):
 
     _fields_ = [
         ("x", c_void_p),  # [batch, rows, k] X
-        ("w", c_void_p),  # [batch, n, k] W
+        ("w", c_void_p),  # [batch, n, k] W: codes
+        ("scales", c_void_p),  # [batch, n, k / 64] f16, or null where W is not quantised
         ("residual", c_void_p),  # [batch, rows, n] Y with the strides of y, or null; may be y itself
         ("y", c_void_p),  # [batch, rows, n] Y
         ("x_batch_stride", c_uint64),
@@ -401,7 +402,8 @@ class expert_matmul_args(Args):
 
     _fields_ = [
         ("x", c_void_p),  # [.., k] T
-        ("w", c_void_p),  # [experts, n, k] W
+        ("w", c_void_p),  # [experts, n, k] W: codes
+        ("scales", c_void_p),  # [experts, n, k / 64] f16, or null where W is not quantised
         ("y", c_void_p),  # [pairs, n] T
         ("ids", c_void_p),  # [pairs] i32, step variant, else null
         ("offsets", c_void_p),  # [experts + 1] i32, prefill variant, else null
@@ -482,6 +484,37 @@ class dequant_args(Args):
         ("y", c_void_p),  # [rows, cols] W
         ("rows", c_uint32),
         ("cols", c_uint32),
+    ]
+
+
+class quantise_args(Args):
+    """Codes and scales of x, or of float(x[r, c]) * block_scale[r / 128, c / 128], in a quantised weight format (weight_format.h). What is not
+    finite, or needs a scale beyond f16, sets error[0] to 1 + r (atomically, the largest stays)."""
+
+    _fields_ = [
+        ("x", c_void_p),  # [rows, k] e4m3, bf16 or f32
+        ("block_scale", c_void_p),  # [ceil(rows / 128), ceil(k / 128)] f32 or null
+        ("codes", c_void_p),  # [rows, k] in the format
+        ("scales", c_void_p),  # [rows, k / 64] f16
+        ("error", c_void_p),  # [1] u32
+        ("groups", c_uint32),  # rows * k / 64
+        ("row_groups", c_uint32),  # k / 64
+    ]
+
+
+class fill_random_args(Args):
+    """Weights from a counter: the bits of 16-byte word i depend on seed and i only. Plain: value = mean + step * a uniform integer of 24 (f32) or 16
+    (bf16) bits, signed. Quantised: uniform codes; every scale is `scale`, in q4g64 with a sign drawn for the group."""
+
+    _fields_ = [
+        ("codes", c_void_p),  # [count] W
+        ("scales", c_void_p),  # [count / 64] f16, or null where W is not quantised
+        ("count", c_uint64),  # weights
+        ("seed", c_uint64),
+        ("mean", c_float),
+        ("step", c_float),
+        ("scale", c_uint32),  # f16 bits
+        ("_pad", c_uint32),
     ]
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from glm53.errors import InputError
-from glm53.spec import DType
+from glm53.spec import DType, WeightFormat
 
 if TYPE_CHECKING:
     import ctypes
 
     from glm53.hip import Array, Stream
+    from glm53.ops.matrix import Matrix
 
 GRID_YZ_MAX = 65_535  # blocks along y and z; HIP's and CUDA's common limit
 U32_LIMIT = 1 << 32
@@ -66,7 +67,7 @@ class Dims:
         if known != size:
             self.fail(f"{origin} is {size}, expected {dim}={known} (bound by {self._origins[dim]})")
 
-    def match(self, name: str, array: Array, *shape: str | int | None, dtype: DType | Collection[DType] | None = None) -> None:
+    def match(self, name: str, array: Array | Matrix, *shape: str | int | None, dtype: DType | Collection[DType] | None = None) -> None:
         """Compares an array with a shape of dimension names (bound or compared), exact sizes, or None (any size >= 1), and with its types.
 
         All arrays of a call must lie on one device.
@@ -95,7 +96,7 @@ class Dims:
             self.fail(f"{name} and {other_name} overlap in memory, expected separate arrays")
 
 
-def variant(op: str, existing: Collection[str], *dtypes: DType) -> str:
+def variant(op: str, existing: Collection[str], *dtypes: DType | WeightFormat) -> str:
     """Kernel name `op_T1_T2..`. Raises ContractError naming the variants that exist. `existing`: their suffixes, e.g. "f32_bf16"."""
     suffix = "_".join("f8" if dtype is DType.F8E4M3 else dtype.label for dtype in dtypes)
     if suffix not in existing:

@@ -1,6 +1,7 @@
 """Mixture of experts: router, grouping of (row, slot) pairs by expert, expert products, weighted sum. Kernels: router.hip, experts.hip.
 
-pair = row * slots + slot. T: f32 or bf16 activations, W: weight type. Existing products T_W: f32_f32, f32_bf16, bf16_bf16.
+pair = row * slots + slot. T: f32 or bf16 activations, W: weight format. Existing products T_W: f32_f32, f32_bf16, bf16_bf16; of prefill rows also
+f32_q8g64, f32_q4g64, bf16_q8g64, bf16_q4g64.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 from glm53.hip import Array, Stream
 from glm53.ops.args import expert_matmul_args, expert_sort_args, expert_sum_args, router_args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
-from glm53.spec import DType
+from glm53.ops.matrix import Matrix, matrix_bytes
+from glm53.spec import DType, WeightFormat
 
 _T = (DType.F32, DType.BF16)
-_PRODUCTS = ("f32_f32", "f32_bf16", "bf16_bf16")
+_STEP = ("f32_f32", "f32_bf16", "bf16_bf16")
+_TILE = (*_STEP, "f32_q8g64", "f32_q4g64", "bf16_q8g64", "bf16_q4g64")
 
 
 def router(
@@ -91,12 +94,12 @@ def cost_expert_sort(pairs: int, experts: int) -> Cost:
     return Cost(bytes=4 * (3 * pairs + experts + 1), flops=0)
 
 
-def expert_matmul(stream: Stream, x: Array, w: Array, y: Array, ids: Array, order: tuple[Array, Array] | None) -> None:
+def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, ids: Array, order: tuple[Array, Array] | None) -> None:
     """y[r, s] = x[r] @ w[ids[r, s]]^T, or x[r, s] @ w[ids[r, s]]^T where x has slots of its own.
 
     x [rows, k] or [rows, slots, k] T, w [experts, n, k] W, y [rows, slots, n] T, ids [rows, slots] i32 in [0, experts).
-    order None: step rows (few), one block row a pair, sums as matmul's step. order (offsets, sorted_pairs) from expert_sort: prefill rows,
-    sums as matmul's tile. A pair's bits depend on its x and w only. Raises ContractError.
+    order None: step rows (few, plain weights), one block row a pair, sums as matmul's step. order (offsets, sorted_pairs) from expert_sort:
+    prefill rows, sums as matmul's tile. A pair's bits depend on its x and w only. Raises ContractError.
     """
     d = Dims("expert_matmul")
     d.match("ids", ids, "rows", "slots", dtype=DType.I32)
@@ -104,13 +107,14 @@ def expert_matmul(stream: Stream, x: Array, w: Array, y: Array, ids: Array, orde
         d.match("x", x, "rows", "slots", "k", dtype=_T)
     else:
         d.match("x", x, "rows", "k", dtype=_T)
-    d.match("w", w, "experts", "n", "k", dtype=_T)
+    d.match("w", w, "experts", "n", "k")
     d.match("y", y, "rows", "slots", "n", dtype=x.dtype)
     d.distinct("y", y, "x", x)
     n, k, pairs = d["n"], d["k"], d["rows"] * d["slots"]
     args = expert_matmul_args(
         x=x.address,
-        w=w.address,
+        w=w.codes.address,
+        scales=w.scales_address,
         y=y.address,
         w_expert_stride=n * k,
         pairs=pairs,
@@ -119,21 +123,21 @@ def expert_matmul(stream: Stream, x: Array, w: Array, y: Array, ids: Array, orde
         k=k,
     )
     if order is None:
-        name = variant("expert_matmul_step", _PRODUCTS, x.dtype, w.dtype)
+        name = variant("expert_matmul_step", _STEP, x.dtype, w.format)
         args.ids = ids.address
         launch(stream, name, (ceil_div(n, stream.device.kernel(name).constants["cols"]), pairs, 1), args)
         return
     offsets, sorted_pairs = order
     d.match("offsets", offsets, d["experts"] + 1, dtype=DType.I32)
     d.match("sorted_pairs", sorted_pairs, "rows", "slots", dtype=DType.I32)
-    name = variant("expert_matmul_tile", _PRODUCTS, x.dtype, w.dtype)
+    name = variant("expert_matmul_tile", _TILE, x.dtype, w.format)
     args.offsets, args.sorted_pairs = offsets.address, sorted_pairs.address
     launch(stream, name, (ceil_div(n, stream.device.kernel(name).constants["cols"]), d["experts"], 1), args)
 
 
-def cost_expert_matmul(pairs: int, active_experts: int, n: int, k: int, item_bytes: int, weight_bytes: int) -> Cost:
+def cost_expert_matmul(pairs: int, active_experts: int, n: int, k: int, item_bytes: int, format: WeightFormat) -> Cost:
     """Cost with the weights of each of `active_experts` read once."""
-    return Cost(bytes=pairs * (n + k) * item_bytes + active_experts * n * k * weight_bytes, flops=2 * pairs * n * k)
+    return Cost(bytes=pairs * (n + k) * item_bytes + active_experts * matrix_bytes(format, (n, k)), flops=2 * pairs * n * k)
 
 
 def expert_sum(stream: Stream, expert_out: Array, weights: Array, shared: Array, residual: Array, y: Array) -> None:

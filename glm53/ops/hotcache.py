@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
 from glm53.hip import Array, Device, Stream
-from glm53.ops.args import finish_round_args, hot_plan_args, kv_state, place_args, plan_args, slots_args
+from glm53.ops.args import Args, finish_round_args, hot_plan_args, kv_state, place_args, plan_args, slots_args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
 from glm53.ops.history import ExtentLayout
 from glm53.spec import DType
 
 STATE_BYTES = ctypes.sizeof(kv_state)
+RoundArgs = TypeVar("RoundArgs", bound=Args)
 COUNTERS = 8  # u64 a session and group; `Counter` names the ones in use
 ENTRIES_MAX = (1 << 21) - 1  # selected rows of one launch: three counts of a round share 64 bits
 
@@ -63,7 +65,7 @@ class SlotTables:
             "hands": (DType.U32, (sessions, groups)),
             "counters": (DType.U64, (sessions, groups, COUNTERS)),
         }
-        return cls(**_allocate(device, shapes, category))
+        return cls(**allocate(device, shapes, category))
 
     def arrays(self) -> tuple[Array, ...]:
         return (self.slot_of, self.position_of, self.used, self.filled, self.hands, self.counters)
@@ -77,8 +79,7 @@ class SlotTables:
             stream.fill(array.address + session * row_bytes, 0xFF if array.dtype is DType.I32 else 0, row_bytes)
 
     def free(self) -> None:
-        for array in self.arrays():
-            array.free()
+        _free(self.arrays())
 
     def bind(self, d: Dims) -> None:
         """Matches the tables as dims sessions, groups, positions, slots."""
@@ -112,14 +113,20 @@ class FetchList:
             "positions": (DType.I32, (rows * k,)),
             "counts": (DType.I32, (rounds,)),
         }
-        return cls(**_allocate(device, shapes, category))
+        return cls(**allocate(device, shapes, category))
 
     def free(self) -> None:
-        for array in (self.sources, self.targets, self.positions, self.counts):
-            array.free()
+        _free((self.sources, self.targets, self.positions, self.counts))
 
 
-def _allocate(device: Device, shapes: Mapping[str, tuple[DType, tuple[int, ...]]], category: str) -> dict[str, Array]:
+def _free(arrays: Iterable[Array]) -> None:
+    """Frees each of them, whatever another one raises."""
+    with ExitStack() as steps:
+        for array in arrays:
+            steps.callback(array.free)
+
+
+def allocate(device: Device, shapes: Mapping[str, tuple[DType, tuple[int, ...]]], category: str) -> dict[str, Array]:
     """All arrays or none."""
     made: dict[str, Array] = {}
     try:
@@ -268,6 +275,64 @@ def cost_plan(rows: int, k: int) -> Cost:
     return Cost(bytes=rows * (12 * k + 8), flops=0)
 
 
+def round_args(
+    op: str,
+    struct: type[RoundArgs],
+    selected: Array,
+    counts: Array,
+    sessions: Array,
+    round_starts: Array,
+    tables: Array,
+    states: Array,
+    slots: SlotTables,
+    group: int,
+    plan: Array,
+    fetch: FetchList,
+    shape: ExtentLayout,
+    ring_rows: int,
+) -> RoundArgs:
+    """Arguments of one round of each session, as hot_plan_args has them, for the operation `op`. Arrays as for `hot_plan`. Raises ContractError."""
+    d = Dims(op)
+    _match_plan(d, selected, counts, plan)
+    d.match("sessions", sessions, "rows", dtype=DType.I32)
+    d.match("round_starts", round_starts, None, dtype=DType.I32)
+    slots.bind(d)
+    d.match("tables", tables, "sessions", "extents", dtype=DType.U64)
+    _match_states(d, states)
+    d.match("fetch.sources", fetch.sources, "entries", dtype=DType.U64)
+    d.match("fetch.targets", fetch.targets, "entries", dtype=DType.U64)
+    d.match("fetch.positions", fetch.positions, "entries", dtype=DType.I32)
+    d.match("fetch.counts", fetch.counts, None, dtype=DType.I32)
+    rounds, entries = len(round_starts) - 1, d["rows"] * d["k"]
+    d.require(rounds >= 1, f"round_starts dim 0 is {len(round_starts)}, expected at least 2")
+    d.require(len(fetch.counts) >= rounds, f"fetch.counts dim 0 is {len(fetch.counts)}, expected at least rounds={rounds}")
+    d.require(d["entries"] >= entries, f"fetch.sources dim 0 is {d['entries']}, expected at least rows * k = {entries}")
+    d.require(entries <= ENTRIES_MAX, f"rows * k is {entries}, expected at most {ENTRIES_MAX}")
+    d.require(0 <= group < d["groups"], f"group is {group}, expected 0 to {d['groups'] - 1}")
+    d.require(ring_rows > 0, f"ring_rows is {ring_rows}, expected at least 1")
+    _require_row_bytes(d, shape.row_bytes)
+    return struct(
+        selected=selected.address,
+        counts=counts.address,
+        sessions=sessions.address,
+        round_starts=round_starts.address,
+        tables=tables.address,
+        states=states.address,
+        **{name: getattr(slots, name).address for name in ("slot_of", "position_of", "used", "filled", "hands", "counters")},
+        plan=plan.address,
+        **{f"fetch_{name}": getattr(fetch, name).address for name in ("sources", "targets", "positions", "counts")},
+        k=d["k"],
+        table_stride=d["extents"],
+        extent_rows=shape.extent_rows,
+        row_bytes=shape.row_bytes,
+        ring_rows=ring_rows,
+        slots=d["slots"],
+        positions=d["positions"],
+        groups=d["groups"],
+        group=group,
+    )
+
+
 def hot_plan(
     stream: Stream,
     selected: Array,
@@ -295,46 +360,10 @@ def hot_plan(
     fetch: for at least rows * k entries and `rounds` rounds. Unchecked, for it is device data: positions below that of the slot tables, below
     the hot rows while full, and in an extent that is present where they lie before the boundary. Raises ContractError.
     """
-    d = Dims("hot_plan")
-    _match_plan(d, selected, counts, plan)
-    d.match("sessions", sessions, "rows", dtype=DType.I32)
-    d.match("round_starts", round_starts, None, dtype=DType.I32)
-    slots.bind(d)
-    d.match("tables", tables, "sessions", "extents", dtype=DType.U64)
-    _match_states(d, states)
-    d.match("fetch.sources", fetch.sources, "entries", dtype=DType.U64)
-    d.match("fetch.targets", fetch.targets, "entries", dtype=DType.U64)
-    d.match("fetch.positions", fetch.positions, "entries", dtype=DType.I32)
-    d.match("fetch.counts", fetch.counts, None, dtype=DType.I32)
-    rounds, entries = len(round_starts) - 1, d["rows"] * d["k"]
-    d.require(rounds >= 1, f"round_starts dim 0 is {len(round_starts)}, expected at least 2")
-    d.require(len(fetch.counts) >= rounds, f"fetch.counts dim 0 is {len(fetch.counts)}, expected at least rounds={rounds}")
-    d.require(d["entries"] >= entries, f"fetch.sources dim 0 is {d['entries']}, expected at least rows * k = {entries}")
-    d.require(entries <= ENTRIES_MAX, f"rows * k is {entries}, expected at most {ENTRIES_MAX}")
-    d.require(0 <= group < d["groups"], f"group is {group}, expected 0 to {d['groups'] - 1}")
-    d.require(ring_rows > 0, f"ring_rows is {ring_rows}, expected at least 1")
-    _require_row_bytes(d, shape.row_bytes)
-    args = hot_plan_args(
-        selected=selected.address,
-        counts=counts.address,
-        sessions=sessions.address,
-        round_starts=round_starts.address,
-        tables=tables.address,
-        states=states.address,
-        **{name: getattr(slots, name).address for name in ("slot_of", "position_of", "used", "filled", "hands", "counters")},
-        plan=plan.address,
-        **{f"fetch_{name}": getattr(fetch, name).address for name in ("sources", "targets", "positions", "counts")},
-        k=d["k"],
-        table_stride=d["extents"],
-        extent_rows=shape.extent_rows,
-        row_bytes=shape.row_bytes,
-        ring_rows=ring_rows,
-        slots=d["slots"],
-        positions=d["positions"],
-        groups=d["groups"],
-        group=group,
+    args = round_args(
+        "hot_plan", hot_plan_args, selected, counts, sessions, round_starts, tables, states, slots, group, plan, fetch, shape, ring_rows
     )
-    launch(stream, "hot_plan", (rounds, 1, 1), args)
+    launch(stream, "hot_plan", (len(round_starts) - 1, 1, 1), args)
 
 
 def cost_hot_plan(rows: int, k: int, misses: int, slots_examined: int) -> Cost:

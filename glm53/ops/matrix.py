@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from glm53.hip import Array
+from glm53.hip import Array, Device
 from glm53.spec import DType, WeightFormat
 
 GROUP = 64  # columns that share a scale
@@ -36,6 +37,47 @@ class Matrix:
         """An f32 or bf16 array as a matrix."""
         return cls(array, None, WeightFormat.F32 if array.dtype is DType.F32 else WeightFormat.BF16)
 
+    @classmethod
+    def empty(cls, device: Device, format: WeightFormat, shape: tuple[int, ...], category: str = "") -> Matrix:
+        """New buffers of its own, contents undefined. Raises ValueError where a quantised format has k no multiple of 64, DeviceMemoryError."""
+        *rest, k = shape
+        if not format.quantised:
+            return cls.plain(Array.empty(device, DType.F32 if format is WeightFormat.F32 else DType.BF16, shape, category))
+        if k % GROUP:
+            raise ValueError(f"{format.label} matrix {list(shape)}: k is {k}, wanted a multiple of {GROUP}")
+        codes = Array.empty(device, DType.U8, (*rest, k * format.bits // 8), category)
+        try:
+            return cls(codes, Array.empty(device, DType.U16, (*rest, k // GROUP), category), format)
+        except BaseException:
+            codes.free()
+            raise
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Codes, and scales if there are any."""
+        return (self.codes,) if self.scales is None else (self.codes, self.scales)
+
+    @property
+    def scales_address(self) -> int:
+        """Of the scales; 0 without any."""
+        return 0 if self.scales is None else self.scales.address
+
+    @property
+    def device(self) -> Device:
+        return self.codes.device
+
+    @property
+    def dtype(self) -> DType:
+        """Of the codes."""
+        return self.codes.dtype
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Matrix:
+        """Rows [start, stop) of all rows, as [rows, k]."""
+        count = math.prod(self.shape[:-1])
+        stop = count if stop is None else stop
+        parts = [array.view((count, array.shape[-1])).slice(start, stop) for array in self.arrays]
+        return Matrix(parts[0], parts[1] if len(parts) > 1 else None, self.format)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """[.., n, k] in weights."""
@@ -45,4 +87,10 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(array.nbytes for array in self.arrays)
+
+
+def matrix_bytes(format: WeightFormat, shape: tuple[int, ...]) -> int:
+    """Bytes of codes and scales of a matrix."""
+    count = math.prod(shape)
+    return count * format.bits // 8 + (count // GROUP * 2 if format.quantised else 0)

@@ -125,8 +125,8 @@ def cost_store_rows(rows: int, width: int, item_bytes: int, row_bytes: int) -> C
 
 @dataclass(frozen=True)
 class FetchPlanes:
-    """Where fetched rows come from and go to. Source of plane l: sources[e] + l * source_plane_bytes (host extents, as the device sees them). Target: a
-    hot reference plus l * hot_plane_bytes, or a staging reference's payload plus staging + (l - staging_plane_first) * staging_plane_bytes.
+    """Where fetched rows come from and go to. Source of plane l: sources[e] + l * source_plane_bytes (host extents, as the device sees them).
+    Target: a hot reference plus l * hot_plane_bytes, or a staging reference's payload plus staging + (l - staging_plane_first) * staging_plane_bytes.
     staging: None if no entry points there. Bytes are multiples of 16.
     """
 

@@ -220,7 +220,7 @@ class step_expand_args(Args):
 
 
 class step_score_args(Args):
-    """index_score_args for a step, and the first part of the selection: histogram[r, key >> 16] counts the order keys (scan.h) of all positions <=
+    """index_score_args for a step, and the first part of the selection: histogram[r, key >> 20] counts the order keys (scan.h) of all positions <=
     positions[r]; the row's last block finds the bin that holds the k-th largest. Rows with positions[r] < k do nothing. Grid: (blocks, rows),
     fixed."""
 
@@ -231,7 +231,7 @@ class step_score_args(Args):
         ("sessions", c_void_p),  # [rows] i32
         ("positions", c_void_p),  # [rows] i32
         ("scores", c_void_p),  # [rows, score_stride] f32
-        ("histogram", c_void_p),  # [rows, 65536] u32, zero before
+        ("histogram", c_void_p),  # [rows, 4096] u32, zero before
         ("threshold", c_void_p),  # [rows, 2] u32 out: bin, how many are wanted of it
         ("arrivals", c_void_p),  # [rows] u32, 0 before and after
         ("heads", c_uint32),
@@ -258,12 +258,12 @@ class step_topk_args(Args):
         ("positions", c_void_p),  # [rows] i32
         ("sessions", c_void_p),  # [rows] i32
         ("threshold", c_void_p),  # [rows, 2] u32
-        ("histogram", c_void_p),  # [rows, 65536] u32, 0 after
+        ("histogram", c_void_p),  # [rows, 4096] u32, 0 after
         ("bitmap", c_void_p),  # [rows, bitmap_stride] u32, 0 before and after
         ("candidates", c_void_p),  # [rows, score_stride] u64 scratch
         ("candidate_counts", c_void_p),  # [rows] u32, 0 before and after
         ("arrivals", c_void_p),  # [rows] u32, 0 before and after
-        ("drawn", c_void_p),  # [draws, k] i32 ascending positions that replace the selection, for benchmarks and tests; or null
+        ("drawn", c_void_p),  # [draws, k] i32 ascending positions, then -1, that replace the selection, for benchmarks and tests; or null
         ("draw_index", c_void_p),  # [1] u32: draws used are (index + row) mod draws
         ("selected", c_void_p),  # [rows, k] i32 out, -1 past counts[r]
         ("counts", c_void_p),  # [rows] i32 out
@@ -272,7 +272,8 @@ class step_topk_args(Args):
         ("states", c_void_p),  # [sessions] kv_state, place 2, and the slot tables as in hot_plan_args
         ("slot_of", c_void_p),
         ("used", c_void_p),
-        ("score_stride", c_uint32),
+        ("filled", c_void_p),
+        ("score_stride", c_uint32),  # a multiple of 32
         ("bitmap_stride", c_uint32),
         ("k", c_uint32),
         ("blocks", c_uint32),
@@ -286,4 +287,54 @@ class step_topk_args(Args):
         ("table_positions", c_uint32),  # positions of a slot table
         ("groups", c_uint32),
         ("group", c_uint32),
+    ]
+
+
+class step_begin_args(Args):
+    """x[r] = embedding of tokens[r], and the reference of the row that query row r is about to write: place 1 in its session's extent, place 2
+    in the hot buffer (place_args). Grid: (rows, blocks of 1,024 columns)."""
+
+    _fields_ = [
+        ("table", c_void_p),  # [vocab, hidden] W
+        ("tokens", c_void_p),  # [rows] i32; outside [0, vocab): a row of NaN
+        ("x", c_void_p),  # [rows, hidden] T
+        ("sessions", c_void_p),  # [rows] i32
+        ("positions", c_void_p),  # [rows] i32; negative: padding, its reference is 0
+        ("tables", c_void_p),  # [sessions, table_stride] u64, place 1
+        ("states", c_void_p),  # [sessions] kv_state, place 2
+        ("refs", c_void_p),  # [rows] u64 out
+        ("hidden", c_uint32),
+        ("vocab", c_uint32),
+        ("place", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("row_bytes", c_uint32),
+        ("ring_rows", c_uint32),
+        ("_pad", c_uint32),
+    ]
+
+
+class step_end_args(Args):
+    """After the last layer: the round tags of the sessions move on, the step counter too; if tokens were drawn, positions and sampling
+    counters move on by one and a record goes to the ring in host memory. Record: step number, row error, then per row token,
+    bits of its log-probability, and `tops` ids and `tops` log-probabilities. One block."""
+
+    _fields_ = [
+        ("tokens", c_void_p),  # [rows] i32 drawn, or null: none were
+        ("logprobs", c_void_p),  # [rows] f32
+        ("top_ids", c_void_p),  # [rows, tops] i32; unused where tops is 0
+        ("top_logprobs", c_void_p),  # [rows, tops] f32
+        ("positions", c_void_p),  # [rows] i32; negative stays
+        ("params", c_void_p),  # [rows] sample_row
+        ("states", c_void_p),  # [sessions] kv_state, or null: no hot cache
+        ("round_sessions", c_void_p),  # [rounds] i32; negative: padding
+        ("error", c_void_p),  # [1] u32 of the row quantiser
+        ("counter", c_void_p),  # [1] u32: steps done
+        ("ring", c_void_p),  # [ring_steps, record_words] u32 in host memory
+        ("rows", c_uint32),
+        ("rounds", c_uint32),
+        ("tops", c_uint32),
+        ("ring_steps", c_uint32),  # a power of two
+        ("record_words", c_uint32),
+        ("_pad", c_uint32),
     ]

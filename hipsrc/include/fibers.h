@@ -35,7 +35,7 @@
 namespace {
 namespace host {
 
-enum : uint32_t { MAX_BLOCK = 1024, MAX_SHARED = 512, PAGE_BYTES = 4096, TOUCH_CACHE = 256 };
+enum : uint32_t { MAX_BLOCK = 1024, MAX_SHARED = 512, PAGE_BYTES = 4096, TOUCH_CACHE = 256, SUMS_MAX = 16 };
 #if defined(GLM53_ASAN)
 enum : size_t { STACK_BYTES = 256 << 10 };  // redzones make frames several times larger
 #else
@@ -104,6 +104,7 @@ struct Workgroup {
   uint8_t state[MAX_BLOCK] = {};
   uint8_t parity[MAX_BLOCK] = {};
   uint64_t slots[MAX_BLOCK / WAVE][2][WAVE] = {};  // a shuffle's values; two sets in turn make one rendezvous a shuffle enough
+  float sums[MAX_BLOCK / WAVE][2][WAVE][SUMS_MAX] = {};  // likewise, of lanes_sum
   uint64_t shared_serial[MAX_SHARED] = {};
   struct {
     uint64_t address, bytes, call;

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define GLM53_HOST_ABI 1u
+#define GLM53_HOST_ABI 2u
 
 typedef struct glm53_dim3 {
   uint32_t x, y, z;
@@ -23,7 +23,14 @@ typedef struct glm53_host_hooks {
   int (*may_touch)(void* context, uint64_t address, uint64_t bytes);
 } glm53_host_hooks;
 
-typedef struct glm53_host_kernel {
+typedef struct glm53_host_kernel glm53_host_kernel;
+
+// Runs blocks [first, last) of the grid, linear index x fastest, on the calling thread. Several threads may do so at once for one launch.
+// Returns 0, or 1 with a message (divergent barrier, forbidden address, given up waiting).
+typedef int (*glm53_host_run)(const glm53_host_kernel* kernel, const void* args, glm53_dim3 grid, uint64_t first, uint64_t last,
+                              const glm53_host_hooks* hooks, char* message, size_t message_bytes);
+
+struct glm53_host_kernel {
   const char* name;
   void (*entry)(const void* args);   // runs one work-item; only run_blocks calls it
   uint32_t args_bytes;               // size of the one by-value argument struct
@@ -31,16 +38,14 @@ typedef struct glm53_host_kernel {
   uint32_t flags;                    // GLM53_KERNEL_*
   uint32_t pointer_count;            // pointer fields of the argument struct (null allowed) ...
   const uint16_t* pointer_offsets;   // ... and their byte offsets
-} glm53_host_kernel;
+  glm53_host_run fast;               // as run_blocks, but vectorised, without fibers; the same bits in memory. Null: there is none
+};
 
 typedef struct glm53_host_module {
   uint32_t abi;                      // GLM53_HOST_ABI
   uint32_t kernel_count;
   const glm53_host_kernel* kernels;
-  // Runs blocks [first, last) of the grid, linear index x fastest, on the calling thread. Several threads may do so at once for
-  // one launch. Returns 0, or 1 with a message (divergent barrier, forbidden address, given up waiting).
-  int (*run_blocks)(const glm53_host_kernel* kernel, const void* args, glm53_dim3 grid, uint64_t first, uint64_t last,
-                    const glm53_host_hooks* hooks, char* message, size_t message_bytes);
+  glm53_host_run run_blocks;         // work-item by work-item
 } glm53_host_module;
 
 // The one symbol a host code object exports.

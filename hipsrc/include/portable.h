@@ -1,12 +1,23 @@
 // portable.h - the only file that knows which compiler is at work. Kernels see one vocabulary:
 //   KERNEL(name, args_type, threads) { body using `a` }   SPIN_KERNEL(...) for kernels that call spin_until
+//   PAIR_KERNEL(...)                    two blocks share a multiprocessor: half of its registers each, where the compiler must be told
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)
 //   SHARED(type, name, count)           workgroup memory (LDS)
+//   UNROLL, ROLLED                      before a loop: always unrolled; never, where that would cost too many registers
 //   fma_f32, exp_f32, log_f32, sqrt_f32, rsqrt_f32, sincos_f32, max_f32, min_f32
 //   bf16 (raw bits in a struct), load_f32(ptr), store_f32(ptr, value): f32 or bf16 memory, f32 in registers, round to nearest even
 //   words16                             16 aligned bytes, for copies
 //   lds_add(ptr, v) u32/u64, global_add, global_max(ptr, v) u32   atomics, relaxed
+//   and_or(v, mask, bits)               (v & mask) | bits as one instruction; with_byte(word, j, high): the upper three bytes of high, byte j of word
+//   load16(from, to)                    16 aligned bytes into four registers as one access
+//   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop
+//   in_global(p)                        p, known to point at device memory: where a pointer was chosen among several
+//   f16_value(bits)                     f16 as f32 by the device's own instruction; finite values are exact
+//   fence_device()                      orders this work-item's accesses for the other blocks of the launch
+//   wave32_prefix(v, &total)            exclusive prefix sum of integers over 32 aligned lanes
+//   lanes_sum<LANES>(values), wave32_sum(values)              sums of several f32 at once over a group of lanes
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
+//   tile16, tile_a, tile_b, tile_add     16 x 16 x 16 matrix tiles (portable_tiles.h)
 //   pointer_from<T>(address, bytes)     a pointer that was read from memory (extent table, plan); checked on the host
 // Rules: at most 48 KiB of SHARED a kernel (nvcc refuses more static memory), no bare wave width, no calls left out of line, no __constant__
 //   tables, one by-value argument struct.
@@ -23,4 +34,5 @@
 #error "portable.h: build with clang -x hip, nvcc, or -DGLM53_HOST"
 #endif
 #include "portable_math.h"
+#include "portable_tiles.h"
 #include "args.h"

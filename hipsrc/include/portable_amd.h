@@ -16,7 +16,9 @@ typedef unsigned long size_t;
 #define KERNEL(name, args_type, threads)                                                             \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads))) void name(const args_type a)
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
+#define PAIR_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("nounroll")
 
 #if defined(__GFX9__)
 #define WAVE 64
@@ -48,6 +50,24 @@ DEVICE uint64_t shuffle_from(uint64_t v, uint32_t lane) {
 }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return shuffle_from(v, lane_id() ^ mask); }
 
+DEVICE uint32_t opaque(uint32_t v) {
+  asm volatile("" : "+s"(v));
+  return v;
+}
+DEVICE uint32_t opaque_item(uint32_t v) {
+  asm volatile("" : "+v"(v));
+  return v;
+}
+template <class T> DEVICE T* in_global(T* p) { return (T*)(__attribute__((address_space(1))) T*)(uint64_t)p; }
+DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) { return (v & mask) | bits; }
+DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return __builtin_amdgcn_perm(high, word, 0x07060500u + byte); }
+typedef uint32_t words4 __attribute__((ext_vector_type(4)));
+DEVICE void load16(const void* from, uint32_t* to) {
+  words4 v = *(const words4*)from;
+  UNROLL
+  for (int i = 0; i < 4; i++) to[i] = v[i];
+}
+DEVICE float f16_value(uint16_t bits) { return (float)__builtin_bit_cast(_Float16, bits); }
 DEVICE float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float exp_f32(float x) { return __builtin_expf(x); }
 DEVICE float log_f32(float x) { return __builtin_logf(x); }
@@ -69,6 +89,7 @@ DEVICE void store_system(uint64_t* p, uint64_t v) { __hip_atomic_store(p, v, __A
 DEVICE void store_system(uint32_t* p, uint32_t v) { __hip_atomic_store(p, v, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM); }
 DEVICE uint64_t load_system(const uint64_t* p) { return __hip_atomic_load(const_cast<uint64_t*>(p), __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM); }
 DEVICE uint32_t load_system(const uint32_t* p) { return __hip_atomic_load(const_cast<uint32_t*>(p), __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM); }
+DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
 DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, ""); }
 DEVICE void give_way() { __builtin_amdgcn_s_sleep(1); }
 
@@ -77,3 +98,25 @@ template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {
   (void)bytes;
   return (T*)(__attribute__((address_space(1))) T*)address;
 }
+
+// Matrix tiles (portable_tiles.h). d += a * b with the fragments of WMMA in bf16: 16 values a work-item on gfx11, 8 on gfx12.
+#if defined(__GFX11__)
+#define TILE_WMMA 1
+typedef uint32_t tile_words __attribute__((ext_vector_type(8)));
+typedef short tile_values __attribute__((ext_vector_type(16)));
+#define TILE_INSTRUCTION __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32
+#elif defined(__GFX12__)
+#define TILE_WMMA 2
+typedef uint32_t tile_words __attribute__((ext_vector_type(4)));
+typedef short tile_values __attribute__((ext_vector_type(8)));
+#define TILE_INSTRUCTION __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12
+#endif
+#if defined(TILE_WMMA)
+DEVICE void wmma_16x16x16(float* d, tile_words a, tile_words b) {
+  typedef float sums __attribute__((ext_vector_type(8)));
+  sums v = {d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]};
+  v = TILE_INSTRUCTION(__builtin_bit_cast(tile_values, a), __builtin_bit_cast(tile_values, b), v);
+  UNROLL
+  for (int i = 0; i < 8; i++) d[i] = v[i];
+}
+#endif

@@ -7,7 +7,9 @@
 #define SHARED(type, name, count) __shared__ type name[count]
 #define KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ args_type a)
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
+#define PAIR_KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads, 2) name(const __grid_constant__ args_type a)
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define WAVE 32
 
 DEVICE uint32_t thread_id() { return threadIdx.x; }
@@ -19,6 +21,33 @@ DEVICE void block_sync() { __syncthreads(); }
 template <class T> DEVICE T shuffle_from(T v, uint32_t lane) { return __shfl_sync(~0u, v, (int)lane); }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return __shfl_xor_sync(~0u, v, (int)mask); }
 
+DEVICE uint32_t opaque(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+DEVICE uint32_t opaque_item(uint32_t v) { return opaque(v); }
+template <class T> DEVICE T* in_global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));  // written out as two operations it stays two
+  return r;
+}
+DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return __byte_perm(word, high, 0x7650u + byte); }
+DEVICE void load16(const void* from, uint32_t* to) {
+  uint4 v = *(const uint4*)from;
+  to[0] = v.x;
+  to[1] = v.y;
+  to[2] = v.z;
+  to[3] = v.w;
+}
+DEVICE float f16_value(uint16_t bits) {
+  float v;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+  return v;
+}
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float exp_f32(float x) { return expf(x); }
 DEVICE float log_f32(float x) { return logf(x); }
@@ -43,10 +72,31 @@ DEVICE uint64_t load_system(const uint64_t* p) {
 DEVICE uint32_t load_system(const uint32_t* p) {
   return cuda::atomic_ref<uint32_t, cuda::thread_scope_system>(*const_cast<uint32_t*>(p)).load(cuda::memory_order_acquire);
 }
+DEVICE void fence_device() { __threadfence(); }
 DEVICE void fence_system() { __threadfence_system(); }
 DEVICE void give_way() { __nanosleep(100); }
 
 template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {
   (void)bytes;
   return (T*)address;
+}
+
+// Matrix tiles (portable_tiles.h). d += a * b with the fragments of mma.m16n8k16 in bf16.
+#define TILE_MMA 1
+DEVICE void mma_16x8x16(float* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Four 8 x 8 matrices of 2-byte elements, each transposed; work-item l gives the address of row l % 8 of matrix l / 8.
+DEVICE void load_matrices_transposed(uint32_t* v, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"((uint32_t)__cvta_generic_to_shared(row))
+               : "memory");
+}
+DEVICE uint32_t pack_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }

@@ -7,8 +7,10 @@
 #define DEVICE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("nounroll")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
+#define ROLLED _Pragma("GCC unroll 1")
 #endif
 // Workgroup memory: one array per declaration and thread, filled with 0xff (NaN) at the first use in each block.
 #define SHARED(type, name, count)                                                                   \
@@ -17,11 +19,12 @@
   type(&name)[count] = *(type(*)[count])host::open_shared(name##_slot, sizeof(type[count]))
 #define KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, 0u)
 #define SPIN_KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, GLM53_KERNEL_SPINS)
+#define PAIR_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
 #define GLM53_HOST_KERNEL(name, args_type, threads, flags)                                                                 \
   static void name(const args_type a);                                                                                     \
   static const bool name##_registered =                                                                                    \
       host::add_kernel({#name, [](const void* args) { name(*(const args_type*)args); }, (uint32_t)sizeof(args_type), threads, flags, \
-                        args_type##_pointer_count, args_type##_pointers});                                                 \
+                        args_type##_pointer_count, args_type##_pointers, nullptr});                                                 \
   static inline void name(const args_type a)
 
 namespace {
@@ -77,6 +80,48 @@ template <class T> inline __attribute__((always_inline)) T exchange(T value, uin
   return value;
 }
 
+// lanes_sum with one meeting point: every lane leaves its N values, then adds all of its group's in the butterfly's order.
+template <uint32_t LANES, int N> inline __attribute__((always_inline)) void sum_lanes(float (&v)[N]) {
+  static_assert(N <= (int)SUMS_MAX, "lanes_sum: more values than SUMS_MAX in fibers.h");
+  Workgroup* g = group;
+  uint32_t me = g->current, lane = me % WAVE;
+  float(*sums)[SUMS_MAX] = g->sums[me / WAVE][g->parity[me]];
+  g->parity[me] ^= 1;
+  for (int i = 0; i < N; i++) sums[lane][i] = v[i];
+  leave(AT_SHUFFLE);
+  const float(*from)[SUMS_MAX] = sums + lane / LANES * LANES;
+  float part[LANES / 2][N];
+  for (uint32_t l = 0; l < LANES / 2; l++) {
+    for (int i = 0; i < N; i++) part[l][i] = from[l][i] + from[l + LANES / 2][i];
+  }
+  for (uint32_t m = LANES / 4; m; m >>= 1) {
+    for (uint32_t l = 0; l < m; l++) {
+      for (int i = 0; i < N; i++) part[l][i] += part[l + m][i];
+    }
+  }
+  for (int i = 0; i < N; i++) v[i] = part[0][i];
+}
+
+// The exchange of exchange(), after which every lane reads all values.
+template <class T> inline __attribute__((always_inline)) T exchange_prefix(T value, T* total) {
+  static_assert(sizeof(T) <= 8, "wave32_prefix: at most 8 bytes");
+  Workgroup* g = group;
+  uint32_t me = g->current;
+  uint64_t* slots = g->slots[me / WAVE][g->parity[me]];
+  g->parity[me] ^= 1;
+  memcpy(&slots[me % WAVE], &value, sizeof value);
+  leave(AT_SHUFFLE);
+  T sum = 0, before = 0;
+  for (uint32_t i = 0; i < WAVE; i++) {
+    before = i == me % WAVE ? sum : before;
+    T other;
+    memcpy(&other, &slots[i], sizeof other);
+    sum += other;
+  }
+  *total = sum;
+  return before;
+}
+
 }  // namespace host
 }  // namespace
 
@@ -88,6 +133,9 @@ DEVICE uint32_t lane_id() { return host::group->current % WAVE; }
 DEVICE void block_sync() { host::leave(host::AT_BARRIER); }
 template <class T> DEVICE T shuffle_from(T v, uint32_t lane) { return host::exchange(v, lane); }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return host::exchange(v, lane_id() ^ mask); }
+template <class T> DEVICE T wave32_prefix(T v, T* total) { return host::exchange_prefix(v, total); }
+
+template <uint32_t LANES, int N> DEVICE void lanes_sum(float (&v)[N]) { host::sum_lanes<LANES>(v); }
 
 DEVICE float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float exp_f32(float x) { return __builtin_expf(x); }
@@ -125,6 +173,14 @@ DEVICE void store_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATO
 DEVICE uint64_t load_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 DEVICE uint32_t load_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) { return (v & mask) | bits; }
+DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return ((word >> (8 * byte)) & 0xffu) | (high & 0xffffff00u); }
+DEVICE void load16(const void* from, uint32_t* to) { memcpy(to, from, 16); }
+DEVICE uint32_t opaque(uint32_t v) { return v; }
+DEVICE uint32_t opaque_item(uint32_t v) { return v; }
+template <class T> DEVICE T* in_global(T* p) { return p; }
+// Blocks of a launch may run on several threads of the host.
+DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void give_way() {
   const glm53_host_hooks* hooks = host::group->hooks;
   if (hooks && hooks->give_way && hooks->give_way(hooks->context)) host::fail("gave up waiting: the runtime ended the wait of a spinning kernel");

@@ -46,6 +46,9 @@ DEVICE float f16_to_f32(uint16_t h) {
   if (e == 0u) return float_of(sign | bits_of((float)m * 5.9604644775390625e-8f));  // m * 2^-24
   return float_of(sign | ((e == 31u ? 255u : e + 112u) << 23) | (m << 13));
 }
+#if defined(GLM53_HOST)
+DEVICE float f16_value(uint16_t h) { return f16_to_f32(h); }
+#endif
 // Round to nearest even, subnormals included; from 65,520 on infinity; NaN stays NaN (quiet).
 DEVICE uint16_t f32_to_f16(float f) {
   uint32_t sign = (bits_of(f) >> 16) & 0x8000u, u = bits_of(f) & 0x7fffffffu;
@@ -84,6 +87,34 @@ DEVICE bool spin_until(const uint64_t* flag, uint64_t sequence, uint64_t budget)
   }
   return false;
 }
+
+// Sums of N values at once over aligned groups of LANES lanes (a power of two, 2 to 32), the same in every lane of a group. Order: a butterfly by
+// LANES / 2, .., 2, 1. The host has its own, with one meeting point for all N.
+#if !defined(GLM53_HOST)
+template <uint32_t LANES, int N> DEVICE void lanes_sum(float (&v)[N]) {
+  UNROLL
+  for (uint32_t m = LANES / 2; m; m >>= 1) {
+    UNROLL
+    for (int i = 0; i < N; i++) v[i] += shuffle_xor(v[i], m);
+  }
+}
+#endif
+template <int N> DEVICE void wave32_sum(float (&v)[N]) { lanes_sum<32>(v); }
+
+#if !defined(GLM53_HOST)
+// Exclusive prefix sum of integers over 32 aligned lanes; *total gets their sum.
+template <class T> DEVICE T wave32_prefix(T v, T* total) {
+  uint32_t lane = lane_id() & 31u, first = lane_id() & ~31u;
+  T sum = v;
+  UNROLL
+  for (uint32_t d = 1; d < 32; d <<= 1) {
+    T below = shuffle_from(sum, first | ((lane - d) & 31u));
+    sum += lane >= d ? below : (T)0;
+  }
+  *total = shuffle_from(sum, first | 31u);
+  return sum - v;
+}
+#endif
 
 template <class T> DEVICE T wave_sum(T v) {
   UNROLL

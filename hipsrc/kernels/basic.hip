@@ -26,49 +26,68 @@ KERNEL(embed_f32_bf16, embed_args, 256) { embed_row<float, bf16>(a); }
 // LAUNCH embed_bf16_bf16 block=256 cols=1024
 KERNEL(embed_bf16_bf16, embed_args, 256) { embed_row<bf16, bf16>(a); }
 
-// Grid: rows. y may be x.
-template <class T> DEVICE void rms_norm_row(const norm_args& a) {
-  SHARED(float, sums, 256 / WAVE);
-  const T* x = (const T*)a.x + (uint64_t)block_x() * a.x_stride;
-  T* y = (T*)a.y + (uint64_t)block_x() * a.y_stride;
-  const T* weight = (const T*)a.weight;
+// One row by a block of 256 work-items; `sums` holds 256 / WAVE values of LDS. y may be x.
+template <class T> DEVICE void rms_norm_values(const T* x, const T* weight, T* y, uint32_t width, float eps, float* sums) {
   float sum = 0;
-  for (uint32_t c = thread_id(); c < a.width; c += 256) {
+  for (uint32_t c = thread_id(); c < width; c += 256) {
     float v = load_f32(x + c);
     sum = fma_f32(v, v, sum);
   }
-  float mean = block_sum<256>(sum, sums) / (float)a.width;
-  float scale = rsqrt_exact(mean + a.eps);
-  for (uint32_t c = thread_id(); c < a.width; c += 256) store_f32(y + c, load_f32(weight + c) * rounded<T>::of(load_f32(x + c) * scale));
+  float mean = block_sum<256>(sum, sums) / (float)width;
+  float scale = rsqrt_exact(mean + eps);
+  for (uint32_t c = thread_id(); c < width; c += 256) store_f32(y + c, load_f32(weight + c) * rounded<T>::of(load_f32(x + c) * scale));
+}
+
+// Grid: rows.
+template <class T> DEVICE void rms_norm_row(const norm_args& a) {
+  SHARED(float, sums, 256 / WAVE);
+  const T* x = (const T*)a.x + (uint64_t)block_x() * a.x_stride;
+  rms_norm_values(x, (const T*)a.weight, (T*)a.y + (uint64_t)block_x() * a.y_stride, a.width, a.eps, sums);
 }
 // LAUNCH rms_norm_f32 block=256
 KERNEL(rms_norm_f32, norm_args, 256) { rms_norm_row<float>(a); }
 // LAUNCH rms_norm_bf16 block=256
 KERNEL(rms_norm_bf16, norm_args, 256) { rms_norm_row<bf16>(a); }
 
-// Grid: rows. y may be x.
+// As rms_norm_values.
+template <class T> DEVICE void layer_norm_values(const T* x, const T* weight, const T* bias, T* y, uint32_t width, float eps, float* sums) {
+  float sum = 0;
+  for (uint32_t c = thread_id(); c < width; c += 256) sum += load_f32(x + c);
+  float mean = block_sum<256>(sum, sums) / (float)width;
+  float squares = 0;
+  for (uint32_t c = thread_id(); c < width; c += 256) {
+    float v = load_f32(x + c) - mean;
+    squares = fma_f32(v, v, squares);
+  }
+  float scale = rsqrt_exact(block_sum<256>(squares, sums) / (float)width + eps);
+  for (uint32_t c = thread_id(); c < width; c += 256) {
+    float v = (load_f32(x + c) - mean) * scale;
+    store_f32(y + c, fma_f32(v, load_f32(weight + c), load_f32(bias + c)));
+  }
+}
+
+// Grid: rows.
 template <class T> DEVICE void layer_norm_row(const norm_args& a) {
   SHARED(float, sums, 256 / WAVE);
   const T* x = (const T*)a.x + (uint64_t)block_x() * a.x_stride;
   T* y = (T*)a.y + (uint64_t)block_x() * a.y_stride;
-  float sum = 0;
-  for (uint32_t c = thread_id(); c < a.width; c += 256) sum += load_f32(x + c);
-  float mean = block_sum<256>(sum, sums) / (float)a.width;
-  float squares = 0;
-  for (uint32_t c = thread_id(); c < a.width; c += 256) {
-    float v = load_f32(x + c) - mean;
-    squares = fma_f32(v, v, squares);
-  }
-  float scale = rsqrt_exact(block_sum<256>(squares, sums) / (float)a.width + a.eps);
-  for (uint32_t c = thread_id(); c < a.width; c += 256) {
-    float v = (load_f32(x + c) - mean) * scale;
-    store_f32(y + c, fma_f32(v, load_f32((const T*)a.weight + c), load_f32((const T*)a.bias + c)));
-  }
+  layer_norm_values(x, (const T*)a.weight, (const T*)a.bias, y, a.width, a.eps, sums);
 }
 // LAUNCH layer_norm_f32 block=256
 KERNEL(layer_norm_f32, norm_args, 256) { layer_norm_row<float>(a); }
 // LAUNCH layer_norm_bf16 block=256
 KERNEL(layer_norm_bf16, norm_args, 256) { layer_norm_row<bf16>(a); }
+
+// Sine and cosine of an angle as T holds them.
+template <class T> DEVICE void rope_angle(float angle, float* sine, float* cosine) {
+  sincos_f32(angle, sine, cosine);
+  *sine = rounded<T>::of(*sine);
+  *cosine = rounded<T>::of(*cosine);
+}
+template <class T> DEVICE void rope_store(T* pair, float even, float odd, float sine, float cosine) {
+  store_f32(pair, fma_f32(even, cosine, -(odd * sine)));
+  store_f32(pair + 1, fma_f32(odd, cosine, even * sine));
+}
 
 // Grid: rows. In place. A work-item keeps its pair's sine and cosine from head to head where 256 is a multiple of dim / 2.
 template <class T> DEVICE void rope_row(const rope_args& a) {
@@ -79,15 +98,11 @@ template <class T> DEVICE void rope_row(const rope_args& a) {
   for (uint32_t i = thread_id(); i < a.heads * pairs; i += 256) {
     uint32_t head = i / pairs, pair = i % pairs;
     if (pair != known) {
-      sincos_f32(position * ((const float*)a.inv_freq)[pair], &sine, &cosine);
-      sine = rounded<T>::of(sine);
-      cosine = rounded<T>::of(cosine);
+      rope_angle<T>(position * ((const float*)a.inv_freq)[pair], &sine, &cosine);
       known = pair;
     }
     T* p = x + (uint64_t)head * a.head_stride + pair * 2;
-    float even = load_f32(p), odd = load_f32(p + 1);
-    store_f32(p, fma_f32(even, cosine, -(odd * sine)));
-    store_f32(p + 1, fma_f32(odd, cosine, even * sine));
+    rope_store(p, load_f32(p), load_f32(p + 1), sine, cosine);
   }
 }
 // LAUNCH rope_f32 block=256

@@ -38,7 +38,7 @@ template <class X, class W> DEVICE void matmul_grouped(const expert_matmul_args&
   const int32_t* sorted = (const int32_t*)a.sorted_pairs;
   uint32_t row = thread_id() / 16 * 4, col = thread_id() % 16 * 4, loaded = thread_id() / 4;
   uint32_t cols = a.n - col0 < TILE_COLS ? a.n - col0 : TILE_COLS;
-  const W* w = (const W*)a.w + (uint64_t)expert * a.w_expert_stride + (uint64_t)col0 * a.k;
+  uint64_t at = (uint64_t)expert * a.w_expert_stride + (uint64_t)col0 * a.k;
   for (uint32_t first = begin; first < end; first += TILE_ROWS) {
     uint32_t rows = end - first < TILE_ROWS ? end - first : TILE_ROWS;
     // tile_load with stride 0: each work-item brings the pointer of the row it loads.
@@ -47,7 +47,7 @@ template <class X, class W> DEVICE void matmul_grouped(const expert_matmul_args&
     float acc[4][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
     for (uint32_t k0 = 0; k0 < a.k; k0 += TILE_K) {
       tile_load(xs, x, 0, rows, k0, a.k);
-      tile_load(ws, w, a.k, cols, k0, a.k);
+      tile_load_weights<W>(ws, a.w, (const uint16_t*)a.scales, at, a.k, cols, k0, a.k);
       block_sync();
       if (row < rows && col < cols) tile_multiply(xs + row, ws + col, acc);
       block_sync();
@@ -106,19 +106,31 @@ KERNEL(expert_sort, expert_sort_args, 256) {
   }
 }
 
-#define EXPERT_MATMUL(suffix, X, W)                                                                      \
-  KERNEL(expert_matmul_step_##suffix, expert_matmul_args, 256) { experts::matmul_pair<X, W>(a); }        \
-  KERNEL(expert_matmul_tile_##suffix, expert_matmul_args, 256) { experts::matmul_grouped<X, W>(a); }
+#define EXPERT_MATMUL_STEP(suffix, X, W) KERNEL(expert_matmul_step_##suffix, expert_matmul_args, 256) { experts::matmul_pair<X, W>(a); }
 
 // LAUNCH expert_matmul_step_f32_f32 block=256 cols=32
-// LAUNCH expert_matmul_tile_f32_f32 block=256 cols=64 rows=64
-EXPERT_MATMUL(f32_f32, float, float)
+EXPERT_MATMUL_STEP(f32_f32, float, float)
 // LAUNCH expert_matmul_step_f32_bf16 block=256 cols=32
-// LAUNCH expert_matmul_tile_f32_bf16 block=256 cols=64 rows=64
-EXPERT_MATMUL(f32_bf16, float, bf16)
+EXPERT_MATMUL_STEP(f32_bf16, float, bf16)
 // LAUNCH expert_matmul_step_bf16_bf16 block=256 cols=32
+EXPERT_MATMUL_STEP(bf16_bf16, bf16, bf16)
+
+#define EXPERT_MATMUL_TILE(suffix, X, W) KERNEL(expert_matmul_tile_##suffix, expert_matmul_args, 256) { experts::matmul_grouped<X, W>(a); }
+
+// LAUNCH expert_matmul_tile_f32_f32 block=256 cols=64 rows=64
+EXPERT_MATMUL_TILE(f32_f32, float, f32_weights)
+// LAUNCH expert_matmul_tile_f32_bf16 block=256 cols=64 rows=64
+EXPERT_MATMUL_TILE(f32_bf16, float, bf16_weights)
+// LAUNCH expert_matmul_tile_f32_q8g64 block=256 cols=64 rows=64
+EXPERT_MATMUL_TILE(f32_q8g64, float, q8g64_weights)
+// LAUNCH expert_matmul_tile_f32_q4g64 block=256 cols=64 rows=64
+EXPERT_MATMUL_TILE(f32_q4g64, float, q4g64_weights)
 // LAUNCH expert_matmul_tile_bf16_bf16 block=256 cols=64 rows=64
-EXPERT_MATMUL(bf16_bf16, bf16, bf16)
+EXPERT_MATMUL_TILE(bf16_bf16, bf16, bf16_weights)
+// LAUNCH expert_matmul_tile_bf16_q8g64 block=256 cols=64 rows=64
+EXPERT_MATMUL_TILE(bf16_q8g64, bf16, q8g64_weights)
+// LAUNCH expert_matmul_tile_bf16_q4g64 block=256 cols=64 rows=64
+EXPERT_MATMUL_TILE(bf16_q4g64, bf16, q4g64_weights)
 
 // LAUNCH expert_sum_f32 block=256
 KERNEL(expert_sum_f32, expert_sum_args, 256) { experts::sum_slots<float>(a); }

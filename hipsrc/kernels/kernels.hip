@@ -20,7 +20,15 @@
 #include "indexer.hip"
 #include "topk.hip"
 #include "hotcache.hip"
+#include "step_select.hip"
+#include "step_state.hip"
 #include "attention.hip"
+#include "step_attention.hip"
 #include "router.hip"
+#include "step.hip"
 #include "experts.hip"
+#include "step_experts.hip"
 #include "sampling.hip"
+#if defined(GLM53_HOST)
+#include "../host/fast.h"
+#endif

@@ -1,10 +1,13 @@
-// matmul.hip - y[b, r, n] = Y(sum_k x[b, r, k] * w[b, n, k]), and with a residual Y(Y(sum) + residual[b, r, n]). X, W, Y: f32 or bf16, sums in f32.
+// matmul.hip - y[b, r, n] = Y(sum_k x[b, r, k] * w[b, n, k]), and with a residual Y(Y(sum) + residual[b, r, n]). X, Y: f32 or bf16, sums in f32.
+// W: f32, bf16, and in the tile class q8g64 and q4g64 (weight_format.h), whose values are code * scale, exact in f32.
 // Two classes. Within a class the bits of a row depend on its own x and on w only, never on `rows` or on the row's place:
 //   step  few rows (fast to about 16, right for any number). A column's k values go to 8 work-items in slices of 8 neighbours, element k to
 //         partial k % 64; the 64 partials are added in one fixed tree. Row groups of 4, 2 and 1 share the loads of w and run the same chain
 //         of fma for each row.
 //   tile  any number of rows. 64 x 64 outputs a block, 4 x 4 a work-item, one fma chain over ascending k for each output.
-// Any k, n and strides (k may be odd; nothing needs more alignment than its element). Residual has y's strides and may be y itself.
+// Any k, n and strides (k may be odd; nothing needs more alignment than its element); quantised: k and the strides of w are multiples of 64, codes
+// at a multiple of 16. Residual has y's strides and may be y itself.
+#include "weight_format.h"
 
 template <class X, class W, class Y> DEVICE void matmul_store(const matmul_args& a, uint32_t batch, uint32_t row, uint32_t col, float sum) {
   uint64_t at = batch * a.y_batch_stride + (uint64_t)row * a.y_stride + col;
@@ -96,6 +99,20 @@ template <class E> DEVICE void tile_load(float* lds, const E* source, uint64_t s
   }
 }
 
+// The same of a weight matrix whose tile starts at element `at`; W: a reader of weight_format.h. A tile never straddles a group of 64.
+template <class W>
+DEVICE void tile_load_weights(float* lds, const void* codes, const uint16_t* scales, uint64_t at, uint64_t stride, uint32_t rows, uint32_t k0, uint32_t k) {
+  if constexpr (W::SCALED) {
+    uint32_t kk = thread_id() % 4 * 8, row = thread_id() / 4;
+    float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (row < rows) W::load8(codes, scales, at + row * stride + k0 + kk, v);
+    UNROLL
+    for (uint32_t j = 0; j < 8; j++) lds[(kk + j) * TILE_PITCH + row] = v[j];
+  } else {
+    tile_load(lds, (const typename W::element*)codes + at, stride, rows, k0, k);
+  }
+}
+
 // Adds TILE_K steps of k to the 4 x 4 outputs whose first x row and w row `xs` and `ws` point at.
 DEVICE void tile_multiply(const float* xs, const float* ws, float acc[4][4]) {
   for (uint32_t kk = 0; kk < TILE_K; kk++) {
@@ -115,11 +132,11 @@ template <class X, class W, class Y> DEVICE void matmul_tile(const matmul_args& 
   uint32_t row = thread_id() / 16 * 4, col = thread_id() % 16 * 4;  // first of this work-item's 4 x 4, inside the tile
   uint32_t rows = a.rows - row0 < TILE_ROWS ? a.rows - row0 : TILE_ROWS, cols = a.n - col0 < TILE_COLS ? a.n - col0 : TILE_COLS;
   const X* x = (const X*)a.x + batch * a.x_batch_stride + (uint64_t)row0 * a.x_stride;
-  const W* w = (const W*)a.w + batch * a.w_batch_stride + (uint64_t)col0 * a.w_stride;
+  uint64_t at = batch * a.w_batch_stride + (uint64_t)col0 * a.w_stride;
   float acc[4][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
   for (uint32_t k0 = 0; k0 < a.k; k0 += TILE_K) {
     tile_load(xs, x, a.x_stride, rows, k0, a.k);
-    tile_load(ws, w, a.w_stride, cols, k0, a.k);
+    tile_load_weights<W>(ws, a.w, (const uint16_t*)a.scales, at, a.w_stride, cols, k0, a.k);
     block_sync();
     if (row < rows && col < cols) tile_multiply(xs + row, ws + col, acc);
     block_sync();
@@ -133,22 +150,40 @@ template <class X, class W, class Y> DEVICE void matmul_tile(const matmul_args& 
   }
 }
 
-#define MATMUL(suffix, X, W, Y)                                                     \
-  KERNEL(matmul_step_##suffix, matmul_args, 256) { matmul_step<X, W, Y>(a); }       \
-  KERNEL(matmul_tile_##suffix, matmul_args, 256) { matmul_tile<X, W, Y>(a); }
+#define MATMUL_STEP(suffix, X, W, Y) KERNEL(matmul_step_##suffix, matmul_args, 256) { matmul_step<X, W, Y>(a); }
 
 // LAUNCH matmul_step_f32_f32_f32 block=256 cols=32
-// LAUNCH matmul_tile_f32_f32_f32 block=256 cols=64 rows=64
-MATMUL(f32_f32_f32, float, float, float)
+MATMUL_STEP(f32_f32_f32, float, float, float)
 // LAUNCH matmul_step_f32_bf16_f32 block=256 cols=32
-// LAUNCH matmul_tile_f32_bf16_f32 block=256 cols=64 rows=64
-MATMUL(f32_bf16_f32, float, bf16, float)
+MATMUL_STEP(f32_bf16_f32, float, bf16, float)
 // LAUNCH matmul_step_bf16_bf16_bf16 block=256 cols=32
-// LAUNCH matmul_tile_bf16_bf16_bf16 block=256 cols=64 rows=64
-MATMUL(bf16_bf16_bf16, bf16, bf16, bf16)
+MATMUL_STEP(bf16_bf16_bf16, bf16, bf16, bf16)
 // LAUNCH matmul_step_bf16_bf16_f32 block=256 cols=32
-// LAUNCH matmul_tile_bf16_bf16_f32 block=256 cols=64 rows=64
-MATMUL(bf16_bf16_f32, bf16, bf16, float)
+MATMUL_STEP(bf16_bf16_f32, bf16, bf16, float)
 // LAUNCH matmul_step_bf16_f32_f32 block=256 cols=32
+MATMUL_STEP(bf16_f32_f32, bf16, float, float)
+
+#define MATMUL_TILE(suffix, X, W, Y) KERNEL(matmul_tile_##suffix, matmul_args, 256) { matmul_tile<X, W, Y>(a); }
+
+// LAUNCH matmul_tile_f32_f32_f32 block=256 cols=64 rows=64
+MATMUL_TILE(f32_f32_f32, float, f32_weights, float)
+// LAUNCH matmul_tile_f32_bf16_f32 block=256 cols=64 rows=64
+MATMUL_TILE(f32_bf16_f32, float, bf16_weights, float)
+// LAUNCH matmul_tile_f32_q8g64_f32 block=256 cols=64 rows=64
+MATMUL_TILE(f32_q8g64_f32, float, q8g64_weights, float)
+// LAUNCH matmul_tile_f32_q4g64_f32 block=256 cols=64 rows=64
+MATMUL_TILE(f32_q4g64_f32, float, q4g64_weights, float)
 // LAUNCH matmul_tile_bf16_f32_f32 block=256 cols=64 rows=64
-MATMUL(bf16_f32_f32, bf16, float, float)
+MATMUL_TILE(bf16_f32_f32, bf16, f32_weights, float)
+// LAUNCH matmul_tile_bf16_bf16_f32 block=256 cols=64 rows=64
+MATMUL_TILE(bf16_bf16_f32, bf16, bf16_weights, float)
+// LAUNCH matmul_tile_bf16_q8g64_f32 block=256 cols=64 rows=64
+MATMUL_TILE(bf16_q8g64_f32, bf16, q8g64_weights, float)
+// LAUNCH matmul_tile_bf16_q4g64_f32 block=256 cols=64 rows=64
+MATMUL_TILE(bf16_q4g64_f32, bf16, q4g64_weights, float)
+// LAUNCH matmul_tile_bf16_bf16_bf16 block=256 cols=64 rows=64
+MATMUL_TILE(bf16_bf16_bf16, bf16, bf16_weights, bf16)
+// LAUNCH matmul_tile_bf16_q8g64_bf16 block=256 cols=64 rows=64
+MATMUL_TILE(bf16_q8g64_bf16, bf16, q8g64_weights, bf16)
+// LAUNCH matmul_tile_bf16_q4g64_bf16 block=256 cols=64 rows=64
+MATMUL_TILE(bf16_q4g64_bf16, bf16, q4g64_weights, bf16)

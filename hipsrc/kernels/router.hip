@@ -41,6 +41,41 @@ DEVICE void drop_groups(const router_args& a, uint32_t* keys, uint32_t* group_ke
   block_sync();
 }
 
+// LDS of pick.
+struct Scratch {
+  uint32_t* keys;        // [THREADS]
+  uint32_t* group_keys;  // [THREADS]
+  float* picked;         // [SLOTS_MAX]
+};
+
+// The experts of one row, by a block of THREADS work-items. The scratch may be used again after a block_sync.
+DEVICE void pick(const router_args& a, uint32_t row, const Scratch& lds) {
+  uint32_t t = thread_id();
+  float affinity = 0.0f;
+  lds.keys[t] = OUT_OF_GROUP;
+  if (t < a.experts) {
+    affinity = sigmoid_f32(((const float*)a.logits)[(uint64_t)row * a.experts + t]);
+    lds.keys[t] = order_key(affinity + ((const float*)a.bias)[t]);
+  }
+  block_sync();
+  if (a.n_group > 1u) drop_groups(a, lds.keys, lds.group_keys);
+  uint32_t place = 0, mine = lds.keys[t];
+  for (uint32_t e = 0; e < a.experts; e++) place += (lds.keys[e] > mine || (lds.keys[e] == mine && e < t)) ? 1u : 0u;
+  bool chosen = t < a.experts && place < a.k;
+  if (chosen) lds.picked[place] = affinity;
+  block_sync();
+  if (!chosen) return;
+  float weight = affinity;
+  if (a.normalise) {
+    float sum = 0.0f;
+    for (uint32_t i = 0; i < a.k; i++) sum += lds.picked[i];
+    weight = weight / (sum + 1e-20f);
+  }
+  uint64_t at = (uint64_t)row * a.k + place;
+  ((int32_t*)a.ids)[at] = (int32_t)t;
+  ((float*)a.weights)[at] = weight * a.scaling;
+}
+
 }  // namespace routing
 
 // LAUNCH router block=256 experts_max=256 slots_max=16
@@ -48,28 +83,5 @@ KERNEL(router, router_args, 256) {
   SHARED(uint32_t, keys, routing::THREADS);
   SHARED(uint32_t, group_keys, routing::THREADS);
   SHARED(float, picked, routing::SLOTS_MAX);
-  uint32_t t = thread_id(), row = block_x();
-  float affinity = 0.0f;
-  keys[t] = routing::OUT_OF_GROUP;
-  if (t < a.experts) {
-    affinity = sigmoid_f32(((const float*)a.logits)[(uint64_t)row * a.experts + t]);
-    keys[t] = order_key(affinity + ((const float*)a.bias)[t]);
-  }
-  block_sync();
-  if (a.n_group > 1u) routing::drop_groups(a, keys, group_keys);
-  uint32_t place = 0, mine = keys[t];
-  for (uint32_t e = 0; e < a.experts; e++) place += (keys[e] > mine || (keys[e] == mine && e < t)) ? 1u : 0u;
-  bool chosen = t < a.experts && place < a.k;
-  if (chosen) picked[place] = affinity;
-  block_sync();
-  if (!chosen) return;
-  float weight = affinity;
-  if (a.normalise) {
-    float sum = 0.0f;
-    for (uint32_t i = 0; i < a.k; i++) sum += picked[i];
-    weight = weight / (sum + 1e-20f);
-  }
-  uint64_t at = (uint64_t)row * a.k + place;
-  ((int32_t*)a.ids)[at] = (int32_t)t;
-  ((float*)a.weights)[at] = weight * a.scaling;
+  routing::pick(a, block_x(), {keys, group_keys, picked});
 }

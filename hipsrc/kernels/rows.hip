@@ -10,23 +10,23 @@
 // Copies keep four 16-byte loads a work-item in flight before the first store: the link's latency is what they wait for.
 #include "portable.h"
 #include "row_format.h"
+#include "fetch.h"
 
 namespace history_rows {
 
 constexpr uint32_t STORE_THREADS = 64;
 constexpr uint32_t UNIT = 8;  // latent values a work-item quantises: 8 work-items a group
-constexpr uint32_t COPY_THREADS = 256;
 constexpr uint32_t FLIGHT = 4;  // loads in flight of a work-item
 constexpr uint32_t TILE = COPY_THREADS * FLIGHT;  // 16-byte words a block moves at once
 
 static_assert(Q8_GROUP % UNIT == 0 && Q8_GROUP / UNIT <= WAVE, "the work-items of a group share a wave");
 
-template <class T> DEVICE void store_plain(const store_rows_args& a, const T* x, uint8_t* row) {
-  uint32_t width = a.latent + a.rope;
-  if (((uint64_t)x & 15) == 0) {  // the target is aligned and a row is whole words
-    for (uint32_t i = thread_id(); i < a.row_bytes / 16; i += STORE_THREADS) ((words16*)row)[i] = ((const words16*)x)[i];
+// x, `width` values, to a row as they are, by a block of THREADS work-items. The target is aligned and a row is whole words.
+template <uint32_t THREADS, class T> DEVICE void store_plain(const T* x, uint32_t width, uint8_t* row) {
+  if (((uint64_t)x & 15) == 0) {
+    for (uint32_t i = thread_id(); i < width * (uint32_t)sizeof(T) / 16; i += THREADS) ((words16*)row)[i] = ((const words16*)x)[i];
   } else {
-    for (uint32_t i = thread_id(); i < width; i += STORE_THREADS) ((T*)row)[i] = x[i];
+    for (uint32_t i = thread_id(); i < width; i += THREADS) ((T*)row)[i] = x[i];
   }
 }
 
@@ -51,12 +51,14 @@ DEVICE bool quantise(const float* v, uint32_t top, uint64_t* values, uint16_t* s
   return true;
 }
 
-template <class T> DEVICE void store_q8g64(const store_rows_args& a, const T* x, uint8_t* row) {
+// x = [latent | rope] to a q8g64 row, by a block of THREADS work-items; what cannot be stored raises error[0] to `number`.
+template <uint32_t THREADS, class T>
+DEVICE void store_q8g64(const T* x, uint32_t latent, uint32_t rope, uint8_t* row, uint32_t* error, uint32_t number) {
   uint32_t t = thread_id();
   bool good = true;
-  for (uint32_t first = 0; first < a.latent; first += STORE_THREADS * UNIT) {
+  for (uint32_t first = 0; first < latent; first += THREADS * UNIT) {
     uint32_t c = first + t * UNIT, top = 0;
-    bool inside = c < a.latent;
+    bool inside = c < latent;
     const T* from = x + (inside ? c : 0u);  // a load that needs no branch
     float v[UNIT];
     UNROLL
@@ -77,15 +79,15 @@ template <class T> DEVICE void store_q8g64(const store_rows_args& a, const T* x,
     uint16_t scale_bits;
     if (!quantise(v, top, &values, &scale_bits)) good = false;
     *(uint64_t*)(row + c) = values;
-    if (c % Q8_GROUP == 0) ((uint16_t*)(row + a.latent))[c / Q8_GROUP] = scale_bits;
+    if (c % Q8_GROUP == 0) ((uint16_t*)(row + latent))[c / Q8_GROUP] = scale_bits;
   }
-  bf16* tail = (bf16*)(row + q8_rope_offset(a.latent));
-  for (uint32_t i = t; i < a.rope; i += STORE_THREADS) {
-    bf16 v = f32_to_bf16(load_f32(x + a.latent + i));
+  bf16* tail = (bf16*)(row + q8_rope_offset(latent));
+  for (uint32_t i = t; i < rope; i += THREADS) {
+    bf16 v = f32_to_bf16(load_f32(x + latent + i));
     if ((v.bits & 0x7f80u) == 0x7f80u) good = false;
     tail[i] = v;
   }
-  if (!good) global_max((uint32_t*)a.error, block_x() + 1u);
+  if (!good) global_max(error, number);
 }
 
 template <class T, bool QUANTISED> DEVICE void store_row(const store_rows_args& a) {
@@ -94,18 +96,8 @@ template <class T, bool QUANTISED> DEVICE void store_row(const store_rows_args& 
   if (ref == 0) return;
   uint8_t* row = row_pointer<uint8_t>(ref, a.offsets, a.row_bytes);
   const T* x = (const T*)a.x + (uint64_t)r * a.x_stride;
-  if (QUANTISED) store_q8g64<T>(a, x, row);
-  else store_plain<T>(a, x, row);
-}
-
-// 16 bytes into four registers and back: an array of words16 would be copied as memory, and clang would put it into LDS.
-DEVICE void load_words(const words16* from, uint32_t* to) {
-  UNROLL
-  for (uint32_t i = 0; i < 4; i++) to[i] = from->w[i];
-}
-DEVICE void store_words(words16* to, const uint32_t* from) {
-  UNROLL
-  for (uint32_t i = 0; i < 4; i++) to->w[i] = from[i];
+  if (QUANTISED) store_q8g64<STORE_THREADS>(x, a.latent, a.rope, row, (uint32_t*)a.error, r + 1u);
+  else store_plain<STORE_THREADS>(x, a.latent + a.rope, row);
 }
 
 // Copies words [0, count) of one stretch; the blocks take tiles in turn. Loads first, so that they overlap.
@@ -120,37 +112,6 @@ DEVICE void copy_stretch(const words16* from, words16* to, uint64_t count, uint3
     for (uint32_t j = 0; j < FLIGHT; j++) {
       if (first + j * COPY_THREADS < count) store_words(to + first + j * COPY_THREADS, word[j]);
     }
-  }
-}
-
-// One fetch list, for one plane.
-struct FetchRound {
-  const uint64_t* sources;
-  const uint64_t* targets;
-  uint64_t source_offset, hot_offset, staging;
-  uint32_t words;   // 16-byte words a row
-  uint32_t total;   // of the list
-  uint32_t stride;  // words between two chunks of a block
-};
-
-// N chunks of 256 words from `first` on. No branch: clang sinks loads into one, behind the wait for the data of the row before. Work-items past
-// the end move the list's last word once more, to the same place.
-template <uint32_t N> DEVICE void fetch_words(const FetchRound& r, uint32_t first) {
-  uint32_t place[N], word[N][4];
-  uint64_t source[N], target[N];
-  UNROLL
-  for (uint32_t j = 0; j < N; j++) {
-    uint32_t i = first + j * r.stride + thread_id(), at = i < r.total ? i : r.total - 1u, entry = at / r.words;
-    place[j] = at - entry * r.words;
-    source[j] = r.sources[entry];
-    target[j] = r.targets[entry];
-  }
-  UNROLL
-  for (uint32_t j = 0; j < N; j++) load_words(pointer_from<const words16>(source[j] + r.source_offset, r.words * 16) + place[j], word[j]);
-  UNROLL
-  for (uint32_t j = 0; j < N; j++) {
-    uint64_t row = ref_payload(target[j]) + (ref_space(target[j]) ? r.staging : r.hot_offset);
-    store_words(pointer_from<words16>(row, r.words * 16) + place[j], word[j]);
   }
 }
 
@@ -190,32 +151,9 @@ KERNEL(store_rows_f32_q8g64, store_rows_args, 64) { history_rows::store_row<floa
 // LAUNCH store_rows_bf16_q8g64 block=64
 KERNEL(store_rows_bf16_q8g64, store_rows_args, 64) { history_rows::store_row<bf16, true>(a); }
 
-// Grid: (args.blocks, rounds, planes). A round's rows form one sequence of 16-byte words, so that every work-item has work at any row size; the
-// blocks take 256 words in turn, so that a short list spreads over all of them. The wrapper keeps a list below 2^31 words.
+// Grid: (args.blocks, rounds, planes).
 // LAUNCH fetch_rows block=256 words=256
-KERNEL(fetch_rows, fetch_args, 256) {
-  using namespace history_rows;
-  uint32_t round = block_y(), plane = a.plane_first + block_z();
-  int32_t listed = ((const int32_t*)a.counts)[round];
-  FetchRound r;
-  r.words = a.row_bytes / 16;
-  r.total = listed > 0 ? (uint32_t)listed * r.words : 0u;
-  r.stride = a.blocks * COPY_THREADS;
-  if (block_x() * COPY_THREADS >= r.total) return;
-  uint64_t list = (uint64_t)((const int32_t*)a.round_starts)[round] * a.k;
-  r.sources = (const uint64_t*)a.sources + list;
-  r.targets = (const uint64_t*)a.targets + list;
-  r.source_offset = plane * a.source_plane_bytes;
-  r.hot_offset = plane * a.hot_plane_bytes;
-  r.staging = (uint64_t)a.staging + (uint64_t)(plane - a.staging_plane_first) * a.staging_plane_bytes;
-  for (uint32_t first = block_x() * COPY_THREADS; first < r.total; first += FLIGHT * r.stride) {
-    uint32_t rest = (r.total - 1u - first) / r.stride;  // further chunks of this block
-    if (rest >= 3) fetch_words<4>(r, first);
-    else if (rest == 2) fetch_words<3>(r, first);
-    else if (rest == 1) fetch_words<2>(r, first);
-    else fetch_words<1>(r, first);
-  }
-}
+KERNEL(fetch_rows, fetch_args, 256) { history_rows::fetch_round(a, a.plane_first + block_z(), block_y(), block_x(), a.blocks); }
 
 // Grid: (args.blocks, planes).
 // LAUNCH copy_planes block=256 words=1024

@@ -1,7 +1,24 @@
 // scan.h - block-wide prefix sums and exact radix selection, shared by topk, experts and sampling.
 // Two levels in LDS instead of wave shuffles: any element type, one order whatever the wave width, and four meeting points of the
 // work-items instead of eight (a meeting point is what a work-item costs on the host).
+// block_scan is for integers and any block: two levels of prefixes over 32 lanes, two meeting points.
 #pragma once
+
+constexpr uint32_t BLOCK_SCAN = 32;  // values of LDS
+
+// Exclusive prefix sum of one integer a work-item over a block of THREADS; *total gets the sum. `lds` holds BLOCK_SCAN values and may be used again
+// at once.
+template <uint32_t THREADS, class T> DEVICE T block_scan(T v, T* lds, T* total) {
+  static_assert(THREADS % 32 == 0 && THREADS / 32 <= BLOCK_SCAN, "a group of 32 lanes adds up the groups");
+  uint32_t lane = thread_id() % 32, group = thread_id() / 32;
+  T sum, before = wave32_prefix(v, &sum);
+  if (lane == 0) lds[group] = sum;
+  block_sync();
+  T groups = wave32_prefix(lane < THREADS / 32 ? lds[lane] : (T)0, total);
+  groups = shuffle_from(groups, (lane_id() & ~31u) | group);
+  block_sync();
+  return before + groups;
+}
 
 constexpr uint32_t SCAN_THREADS = 256;
 constexpr uint32_t SCAN_GROUP = 16;  // SCAN_GROUP * SCAN_GROUP == SCAN_THREADS: each level sums 16 values in sequence
@@ -36,6 +53,14 @@ template <class T> DEVICE T block_prefix(T v, T* lds, T* total) {
   block_sync();
   return before + groups;
 }
+
+DEVICE uint32_t bit_count(uint32_t v) {
+  v -= v >> 1 & 0x55555555u;
+  v = (v & 0x33333333u) + (v >> 2 & 0x33333333u);
+  return ((v + (v >> 4)) & 0x0f0f0f0fu) * 0x01010101u >> 24;
+}
+// Index of the lowest bit that is set; v != 0.
+DEVICE uint32_t lowest_bit(uint32_t v) { return bit_count((v & (0u - v)) - 1u); }
 
 // A float as an unsigned number of the same order: -inf < ... < -0 = +0 < ... < +inf. NaN counts as -inf.
 constexpr uint32_t ORDER_KEY_NEGATIVE_INFINITY = 0x007fffffu;

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from glm53.check.case import Case, all_cases
 from glm53.check.compare import EXACT, SAME_ROUNDING, Mismatch, compare
-from glm53.hip import Device
+from glm53.hip import Device, runtime
 from glm53.spec import DType
+
+
+@pytest.fixture(autouse=True)
+def fibers(device: Device) -> Iterator[None]:
+    """The kernels as they are written, work-item by work-item; test_fast_kernels.py compares the host's fast forms with them."""
+    if device.runtime.name != "cpu":
+        yield
+        return
+    runtime.control().glm53_cpu_fibers(1)
+    yield
+    runtime.control().glm53_cpu_fibers(0)
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)

@@ -11,7 +11,8 @@ import pytest
 from glm53.errors import InputError
 from glm53.ops import basic, history, matmul, weights
 from glm53.ops.contract import ContractError, Cost, Dims, variant
-from glm53.spec import DType
+from glm53.ops.matrix import Matrix
+from glm53.spec import DType, WeightFormat
 
 F32, BF16 = DType.F32, DType.BF16
 
@@ -47,6 +48,15 @@ class Recorder:
 
 def array(dtype: DType, *shape: int, address: int = 0, device: int = 0) -> Any:
     return FakeArray(dtype, shape, address, SimpleNamespace(index=device))
+
+
+def matrix(dtype: DType, *shape: int) -> Matrix:
+    return Matrix.plain(array(dtype, *shape))
+
+
+def quantised(format: WeightFormat, *shape: int, address: int = 0) -> Matrix:
+    *rest, k = shape
+    return Matrix(array(DType.U8, *rest, k * format.bits // 8, address=address), array(DType.U16, *rest, k // 64, address=address), format)
 
 
 def test_message_names_operation_array_got_expected_and_origin() -> None:
@@ -93,10 +103,19 @@ def test_refusals_launch_nothing() -> None:
         lambda: basic.rope(stream, array(F32, 2, 1, 64), positions, array(F32, 32), offset=1),
         lambda: basic.silu_mul(stream, array(F32, 2, 7), array(F32, 2, 4, address=1000)),
         lambda: basic.silu_mul(stream, array(F32, 2, 8), array(F32, 2, 4)),
-        lambda: matmul.matmul(stream, array(F32, 2, 8), array(F32, 4, 8), array(BF16, 2, 4, address=1000)),
-        lambda: matmul.matmul(stream, array(F32, 2, 8), array(F32, 4, 8), array(F32, 2, 4, address=1000), kind="fast"),
-        lambda: matmul.matmul(stream, array(F32, 2, 8), array(F32, 4, 8), array(F32, 2, 4)),
-        lambda: matmul.per_head(stream, array(F32, 2, 3, 8), array(F32, 3, 4, 9), array(F32, 2, 3, 4, address=1000)),
+        lambda: matmul.matmul(stream, array(F32, 2, 8), matrix(F32, 4, 8), array(BF16, 2, 4, address=1000)),
+        lambda: matmul.matmul(stream, array(F32, 2, 8), matrix(F32, 4, 8), array(F32, 2, 4, address=1000), kind="fast"),
+        lambda: matmul.matmul(stream, array(F32, 2, 64), quantised(WeightFormat.Q8G64, 4, 64), array(F32, 2, 4, address=1000), kind="step"),
+        lambda: matmul.matmul(stream, array(F32, 2, 64), quantised(WeightFormat.Q4G64, 4, 128), array(F32, 2, 4, address=1000), kind="tile"),
+        lambda: weights.quantise(stream, array(F32, 2, 64), None, matrix(F32, 2, 64), array(DType.U32, 1)),
+        lambda: weights.quantise(stream, array(F32, 2, 64, address=8), None, quantised(WeightFormat.Q8G64, 2, 64, address=4096), array(DType.U32, 1)),
+        lambda: weights.quantise(stream, array(F32, 2, 64), None, quantised(WeightFormat.Q8G64, 2, 64), array(DType.U32, 1)),
+        lambda: weights.quantise(stream, array(DType.F8E4M3, 2, 64), None, quantised(WeightFormat.Q4G64, 2, 64, address=4096), array(DType.U32, 1)),
+        lambda: weights.fill_random(stream, matrix(F32, 2, 8), seed=-1, std=1.0),
+        lambda: weights.fill_random(stream, matrix(F32, 2, 8), seed=0, std=0.0),
+        lambda: weights.fill_random(stream, quantised(WeightFormat.Q4G64, 2, 64), seed=0, std=1.0, mean=1.0),
+        lambda: matmul.matmul(stream, array(F32, 2, 8), matrix(F32, 4, 8), array(F32, 2, 4)),
+        lambda: matmul.per_head(stream, array(F32, 2, 3, 8), matrix(F32, 3, 4, 9), array(F32, 2, 3, 4, address=1000)),
         lambda: history.append(stream, array(F32, 2, 5), array(DType.U64, 1, 4), positions, positions, layout, plane=0),
         lambda: history.append(stream, array(F32, 2, 4), array(DType.U64, 1, 4), positions, positions, layout, plane=2),
         lambda: weights.dequant(stream, array(DType.F8E4M3, 2, 2), None, array(F32, 2, 2, address=1000)),
@@ -112,13 +131,13 @@ def test_refusals_launch_nothing() -> None:
 
 def test_grid_limits_are_refused_by_name() -> None:
     stream: Any = Recorder()
-    x, w, y = array(F32, 65_536 * 64, 1), array(F32, 1, 1), array(F32, 65_536 * 64, 1, address=1 << 40)
+    x, w, y = array(F32, 65_536 * 64, 1), matrix(F32, 1, 1), array(F32, 65_536 * 64, 1, address=1 << 40)
     with pytest.raises(ContractError, match=r"matmul_tile_f32_f32_f32: grid .* too large"):
         matmul.matmul(stream, x, w, y, kind="tile")
 
 
 def test_costs_count_each_operand_once() -> None:
-    x, w, y = array(BF16, 3, 8), array(BF16, 5, 8), array(F32, 3, 5)
+    x, w, y = array(BF16, 3, 8), matrix(BF16, 5, 8), array(F32, 3, 5)
     assert matmul.cost_matmul(x, w, y) == Cost(bytes=2 * (24 + 40) + 4 * 15, flops=2 * 3 * 5 * 8)
     assert matmul.cost_matmul(x, w, y, residual=y).bytes == 2 * (24 + 40) + 2 * 4 * 15
     assert basic.cost_norm(array(F32, 2, 8), array(F32, 6)) == Cost(2 * 12 * 4 + 24, 48)

@@ -12,7 +12,8 @@ from glm53.hip import Array
 from glm53.mem.extents import ExtentShape
 from glm53.ops import attention, experts, hotcache, sampling, selection
 from glm53.ops.contract import ContractError
-from glm53.spec import DType, Offsets, RowFormat
+from glm53.ops.matrix import Matrix
+from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 
 F32, BF16, I32, U8, U64 = DType.F32, DType.BF16, DType.I32, DType.U8, DType.U64
 Make = Callable[..., Array]
@@ -117,7 +118,7 @@ def test_router(make: Make, count: int, slots: int, n_group: int, topk_group: in
 def test_expert_products_name_the_variants_that_exist(make: Make) -> None:
     x = make(BF16, 2, 8)
     with pytest.raises(ContractError, match="no variant bf16_f32; existing: bf16_bf16, f32_bf16, f32_f32"):
-        experts.expert_matmul(x.device.default_stream, x, make(F32, 4, 6, 8), make(BF16, 2, 3, 6), make(I32, 2, 3), None)
+        experts.expert_matmul(x.device.default_stream, x, Matrix.plain(make(F32, 4, 6, 8)), make(BF16, 2, 3, 6), make(I32, 2, 3), None)
 
 
 @pytest.mark.parametrize(("vocab", "tops", "text"), [(524_289, 4, "vocab is 524289"), (64, 33, "top ids dim 1 is 33")])
@@ -153,7 +154,7 @@ def test_costs_at_the_released_widths() -> None:
     assert (row.bytes, row.flops) == (2 * (64 * (1024 + 64) + 2048 * 576) + 8 * 2048, 2 * 64 * 2048 * (576 + 512))
     assert experts.cost_router(rows=1, experts=256, slots=8).bytes == 4 * (256 + 16 + 256)
     assert experts.cost_expert_sort(pairs=8, experts=256).bytes == 4 * (24 + 257)
-    down = experts.cost_expert_matmul(pairs=8, active_experts=8, n=6144, k=2048, item_bytes=2, weight_bytes=2)
+    down = experts.cost_expert_matmul(pairs=8, active_experts=8, n=6144, k=2048, item_bytes=2, format=WeightFormat.BF16)
     assert (down.bytes, down.flops) == (8 * 2 * (6144 + 2048) + 8 * 2 * 6144 * 2048, 2 * 8 * 6144 * 2048)
     assert experts.cost_expert_sum(rows=1, slots=8, width=6144, item_bytes=2).bytes == 6144 * 11 * 2 + 32
     assert sampling.cost_sample(rows=1, vocab=154_880).bytes == 619_520

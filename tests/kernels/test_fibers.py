@@ -77,6 +77,7 @@ class Kernel(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("pointer_count", ctypes.c_uint32),
         ("pointer_offsets", ctypes.c_void_p),
+        ("fast", ctypes.c_void_p),
     ]
 
 

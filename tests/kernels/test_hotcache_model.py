@@ -14,6 +14,7 @@ import pytest
 
 from glm53.check.case import Bench
 from glm53.check.cases_hotcache import SHAPE, TAG_LAST, TierCheck, counters, draw_tables
+from glm53.check.cases_step_select import StepTierCheck
 from glm53.check.compare import Mismatch, compare
 from glm53.hip import Array, Device, runtime
 from glm53.ops import hotcache
@@ -61,11 +62,11 @@ class Life:
 class Driver:
     """Draws events that the host tier could bring about, and some it should not."""
 
-    def __init__(self, setting: Setting, bench: Bench, seed: int):
+    def __init__(self, setting: Setting, bench: Bench, seed: int, kind: type[TierCheck] = TierCheck):
         self.setting, self.rng = setting, np.random.default_rng(seed)
         s = setting
         shape = {"sessions": s.sessions, "groups": s.groups, "positions": s.positions, "slots": s.slots, "ring_rows": s.ring_rows}
-        self.check = TierCheck(bench, **shape, k=s.k, rows_max=s.rows_max, tag=s.tag)
+        self.check = kind(bench, **shape, k=s.k, rows_max=s.rows_max, tag=s.tag)
         self.lives = [Life(int(self.rng.integers(1, s.ring_rows))) for _ in range(s.sessions)]
         self.kinds: Tally[str] = Tally()
 
@@ -187,6 +188,20 @@ def test_random_events_leave_what_the_twin_has(device: Device, setting: Setting,
     rare = {"DUPLICATE_MISSES", "UNCACHED"} if setting.slots > 2 * setting.k else set()
     assert all(count > 0 for name, count in seen.items() if name not in rare), f"some counter never moved: {seen}"
     assert len(driver.kinds) >= 5, f"too few kinds of events came: {driver.kinds}"
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_a_decode_step_decides_as_the_twin(device: Device, setting: Setting) -> None:
+    """The same events with rounds of step_topk and part GIVE: plans, lists, tables and counters of every round."""
+    with Bench(device) as bench:
+        driver = Driver(setting, bench, 5, StepTierCheck)
+        assert isinstance(driver.check, StepTierCheck)
+        try:
+            driver.run()
+        finally:
+            driver.check.close()
+        misses = sum(counters(driver.check, s, g)[Counter.MISSES] for s in range(setting.sessions) for g in range(setting.groups))
+    assert misses > 0 and driver.kinds["planned again"] + driver.kinds["abandon"] > 0, f"too little happened: {driver.kinds}"
 
 
 def test_no_schedule_changes_an_entry(device: Device) -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from glm53.config import read_config
 from glm53.errors import CheckpointError, DeviceMemoryError, HipError
-from glm53.hip import Array, Device, runtime
+from glm53.hip import Device, runtime
 from glm53.model import weights as module
 from glm53.model.checkpoint import Checkpoint
-from glm53.model.weights import DenseWeights, LayerWeights, MoeWeights, Weights, load_weights
+from glm53.model.weights import DenseWeights, Item, LayerWeights, MoeWeights, Weights, load_weights
+from glm53.ops.matrix import Matrix
 from glm53.spec import DType, ModelSpec
 
 Make = Callable[..., Path]
@@ -45,10 +46,10 @@ def load(path: Path, device: Device, dtype: DType, **options: Any) -> Weights:
         return load_weights(checkpoint, read_config(path), device, dtype, **options)
 
 
-def layer_arrays(layer: LayerWeights, base: str, spec: ModelSpec, values: Values) -> Iterator[tuple[Array, np.ndarray, list[str]]]:
-    """(array, expected float32 values, stored names it comes from) of one layer, written out again from the checkpoint's names."""
+def layer_arrays(layer: LayerWeights, base: str, spec: ModelSpec, values: Values) -> Iterator[tuple[Item, np.ndarray, list[str]]]:
+    """(array or matrix, expected float32 values, stored names it comes from) of one layer, written out again from the checkpoint's names."""
 
-    def one(array: Array, *names: str) -> tuple[Array, np.ndarray, list[str]]:
+    def one(array: Item, *names: str) -> tuple[Item, np.ndarray, list[str]]:
         full = [base + name for name in names]
         return array, np.concatenate([values[name] for name in full]), full
 
@@ -85,8 +86,9 @@ def layer_arrays(layer: LayerWeights, base: str, spec: ModelSpec, values: Values
             yield array, expected.reshape(array.shape), full
 
 
-def all_arrays(weights: Weights, spec: ModelSpec, values: Values) -> Iterator[tuple[Array, np.ndarray, list[str]]]:
-    for array, name in ((weights.embed, "model.embed_tokens"), (weights.final_norm, "model.norm"), (weights.lm_head, "lm_head")):
+def all_arrays(weights: Weights, spec: ModelSpec, values: Values) -> Iterator[tuple[Item, np.ndarray, list[str]]]:
+    ends: tuple[tuple[Item, str], ...] = ((weights.embed, "model.embed_tokens"), (weights.final_norm, "model.norm"), (weights.lm_head, "lm_head"))
+    for array, name in ends:
         yield array, values[name + ".weight"], [name + ".weight"]
     for i, layer in enumerate(weights.layers):
         assert (layer.indexer is not None) == spec.layer_is_full[i]
@@ -95,7 +97,8 @@ def all_arrays(weights: Weights, spec: ModelSpec, values: Values) -> Iterator[tu
     if weights.mtp is not None:
         base = STEM.format(spec.n_layers)
         mtp = weights.mtp
-        for array, name in ((mtp.enorm, "enorm"), (mtp.hnorm, "hnorm"), (mtp.eh_proj, "eh_proj"), (mtp.norm, "shared_head.norm")):
+        ends = ((mtp.enorm, "enorm"), (mtp.hnorm, "hnorm"), (mtp.eh_proj, "eh_proj"), (mtp.norm, "shared_head.norm"))
+        for array, name in ends:
             yield array, values[f"{base}{name}.weight"], [f"{base}{name}.weight"]
         yield from layer_arrays(mtp.layer, base, spec, values)
 
@@ -110,7 +113,8 @@ def check_all(weights: Weights, path: Path, values: Values, maker: ModuleType, d
         wanted = DType.F32 if is_router or (dtype is DType.F32 and not stays_bf16) else DType.BF16
         assert (array.dtype, array.shape) == (wanted, expected.shape), names[0]
         bits = expected if wanted is DType.F32 else maker.to_bf16(np.ascontiguousarray(expected))
-        assert np.array_equal(array.bits(), bits), names[0]
+        codes = array.codes if isinstance(array, Matrix) else array
+        assert np.array_equal(codes.bits(), bits), names[0]
         total += array.nbytes
     assert total == weights.nbytes
 
@@ -177,8 +181,8 @@ def test_packed_fp8_experts(make_checkpoint: Make, rewrite: Callable[..., Path],
     try:
         mlp = weights.layers[2].mlp
         assert isinstance(mlp, MoeWeights)
-        assert np.array_equal(mlp.gate_up.numpy(), expected["model.layers.2.mlp.experts.gate_up_proj"])
-        assert np.array_equal(mlp.down.numpy(), expected["model.layers.2.mlp.experts.down_proj"])
+        assert np.array_equal(mlp.gate_up.codes.numpy(), expected["model.layers.2.mlp.experts.gate_up_proj"])
+        assert np.array_equal(mlp.down.codes.numpy(), expected["model.layers.2.mlp.experts.down_proj"])
     finally:
         weights.free()
 
@@ -186,7 +190,7 @@ def test_packed_fp8_experts(make_checkpoint: Make, rewrite: Callable[..., Path],
 def test_tied_head_is_the_embedding(make_checkpoint: Make, rewrite: Callable[..., Path], device: Device) -> None:
     path = rewrite(make_checkpoint(**SMALL), lambda t: t.pop("lm_head.weight"), lambda c: c.update(tie_word_embeddings=True))
     weights = load(path, device, DType.BF16)
-    assert weights.lm_head is weights.embed
+    assert weights.lm_head.codes is weights.embed
     weights.free()
     assert not device.live
 

@@ -56,6 +56,15 @@ GLM53_EXPORT void glm53_cpu_seed(uint64_t seed, int on) {
   s.work_arrived.notify_all();
 }
 
+// Kernels as fibers, work-item by work-item, even where a fast form exists: on or off (the default). A seeded schedule and a pending injected failure
+// run fibers in any case. Waits for the step that is running.
+GLM53_EXPORT void glm53_cpu_fibers(int on) {
+  State& s = state();
+  Lock lock(s.mutex);
+  s.changed.wait(lock, [&] { return !s.executing; });
+  s.fibers = on != 0;
+}
+
 // The nth call from now of the named API (1: the next one) fails with `error`; nth 0 clears.
 GLM53_EXPORT void glm53_cpu_fail(const char* api, uint64_t nth, int error) {
   State& s = state();

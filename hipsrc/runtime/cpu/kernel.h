@@ -33,7 +33,7 @@ class KernelOp : public Op {
 
   // Services for the blocks (host_abi.h); they run on pool threads or on strands.
   bool may_touch(uint64_t address, uint64_t bytes);
-  int run_blocks(uint64_t first, uint64_t last, std::string* message);
+  int run_blocks(uint64_t first, uint64_t last, bool fast, std::string* message);
 
  private:
   bool begin(Step& step);

@@ -2,8 +2,19 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace glm53_cpu {
+namespace {
+
+constexpr uint64_t wake_ns = 40000;  // work that is left is worth a helper's waking from here on
+
+uint64_t clock_ns() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+}  // namespace
 
 void Pool::set_threads(unsigned threads) { threads_ = threads; }
 
@@ -35,6 +46,10 @@ bool Pool::run(uint64_t total, const Body& body) {
   unsigned threads = threads_ ? threads_.load() : processors;
   if (threads != helpers_.size() + 1 && !(threads == 1 && helpers_.empty())) stop();
   if (threads == 1 || total == 1) return body(0, total);
+  // The first share tells how long the launch takes: a short one is over before a helper has woken.
+  uint64_t chunk = std::max<uint64_t>(1, total / (8ull * threads)), begin = clock_ns();
+  if (!body(0, chunk)) return false;
+  if ((clock_ns() - begin) * static_cast<double>(total - chunk) / static_cast<double>(chunk) < wake_ns) return body(chunk, total);
   if (helpers_.empty()) {
     for (unsigned i = 1; i < threads; i++) helpers_.emplace_back(&Pool::serve, this, round_);
   }
@@ -42,8 +57,8 @@ bool Pool::run(uint64_t total, const Body& body) {
     std::lock_guard<std::mutex> lock(mutex_);
     body_ = &body;
     total_ = total;
-    chunk_ = std::max<uint64_t>(1, total / (8ull * threads));
-    next_ = 0;
+    chunk_ = chunk;
+    next_ = chunk;
     failed_ = false;
     busy_ = static_cast<unsigned>(helpers_.size());
     round_++;

@@ -171,6 +171,7 @@ bool State::run_step(std::unique_lock<std::mutex>& lock) {
   }
   Step step;
   if (seeded) step.random = &random;
+  step.fibers = fibers || seeded || !failures.empty();
   lock.unlock();
   bool finished = op->advance(step);
   lock.lock();

@@ -55,6 +55,7 @@ class Random {
 // What an operation step needs, and how it reports a failure (which makes the device lost).
 struct Step {
   Random* random = nullptr;  // null: unseeded, fair order
+  bool fibers = false;       // kernels run as fibers even where they have a fast form
   hipError_t error = hipSuccess;
   std::string message;
   void fail(hipError_t code, std::string text) {
@@ -168,6 +169,7 @@ struct State {
   uint32_t device_count = 2;
   uint64_t bytes_per_device = 4ull << 30;
   bool seeded = false;
+  bool fibers = false;  // asked for; seeded schedules and injected failures imply it
   Random random;
 
   Memory memory;

@@ -1,0 +1,303 @@
+"""Cases of the products of a decode step: sums bit for bit against the reference of their order, epilogues and parts bit for bit against the
+operations that they stand for, rows alone against rows together.
+
+Widths cross the borders of the kernel: chunks of 4 to 32, 4 lanes below k = 1024 and 32 from there, rounds in flight, the span of x in LDS; odd
+widths and odd addresses for plain weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from glm53.check import reference_step as reference
+from glm53.check.case import Bench, Case, draw, round_to
+from glm53.check.compare import EXACT, Comparison, compare, worst_of
+from glm53.check.reference_step import Weights, draw_weights
+from glm53.hip import Array, Device
+from glm53.mem.extents import ExtentShape
+from glm53.ops import basic, experts, history, rows, step
+from glm53.ops.matrix import Matrix
+from glm53.spec import DType, RowFormat, WeightFormat
+
+F32, BF16 = DType.F32, DType.BF16
+T = (F32, BF16)
+EPS = 1e-5
+ROWS = (1, 2, 3, 4, 5, 8, 16)
+Epilogue, Segment = step.Epilogue, step.Segment
+
+
+def put_matrix(bench: Bench, weights: Weights) -> Matrix:
+    codes, scales = weights.stored
+    plain = {WeightFormat.F32: F32, WeightFormat.BF16: BF16}.get(weights.format)
+    return Matrix(bench.put(codes, plain), None if scales is None else bench.put(scales), weights.format)
+
+
+def frequencies(dim: int) -> np.ndarray:
+    return (1.0 / 8e6 ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
+
+
+def _product(count: int, n: int, k: int, dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
+    """Both stores of one product, against the reference's bits."""
+    x, weights = draw(1, (count, k), dtype), draw_weights(2, (n, k), weight_format)
+    want = reference.sums(x, weights)
+    with Bench(device) as bench:
+        dx, matrix = bench.put(x, dtype), put_matrix(bench, weights)
+        exact, stored = bench.poison(F32, (count, n)), bench.poison(dtype, (count, n))
+        step.gemv(bench.stream, dx, [Segment(matrix, exact, Epilogue.STORE_F32), Segment(matrix, stored)])
+        return worst_of(
+            compare("sums", bench.read(exact), want, EXACT),
+            compare("stored", bench.read(stored), round_to(want, dtype), EXACT),
+        )
+
+
+def _rows_alone(n: int, k: int, dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
+    """With a norm and a second segment: every row alone against all of them and against groups of them."""
+    x, weights, norm = draw(3, (11, k), dtype), draw_weights(4, (n, k), weight_format), draw(5, (k,), dtype)
+    with Bench(device) as bench:
+        matrix, other, dnorm = put_matrix(bench, weights), put_matrix(bench, draw_weights(6, (3, k), weight_format)), bench.put(norm, dtype)
+
+        def run(values: np.ndarray) -> np.ndarray:
+            y, z, h = bench.poison(dtype, (len(values), n)), bench.poison(F32, (len(values), 3)), bench.poison(dtype, values.shape)
+            segments = [Segment(matrix, y), Segment(other, z, Epilogue.STORE_F32)]
+            step.gemv(bench.stream, bench.put(values, dtype), segments, norm=dnorm, eps=EPS, h=h)
+            return np.concatenate([bench.read(y), bench.read(z), bench.read(h)], axis=1)
+
+        alone = np.concatenate([run(x[r : r + 1]) for r in range(len(x))])
+        for count in (2, 3, 4, 7):
+            compare(f"{count} rows against each alone", run(x[:count]), alone[:count], EXACT)
+        return compare("rows in reverse order against each alone", run(x[::-1]), alone[::-1], EXACT)
+
+
+def _normed(count: int, k: int, dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
+    """h is rms_norm's output, and the products are those of h."""
+    x, norm = draw(7, (count, k), dtype, 3.0), draw(8, (k,), dtype)
+    with Bench(device) as bench:
+        dx, dnorm, matrix = bench.put(x, dtype), bench.put(norm, dtype), put_matrix(bench, draw_weights(9, (21, k), weight_format))
+        h, y, want_h, want_y = (bench.poison(dtype, (count, width)) for width in (k, 21, k, 21))
+        step.gemv(bench.stream, dx, [Segment(matrix, y)], norm=dnorm, eps=EPS, h=h)
+        basic.rms_norm(bench.stream, dx, dnorm, want_h, EPS)
+        step.gemv(bench.stream, want_h, [Segment(matrix, want_y)])
+        return worst_of(compare("h", bench.bits(h), bench.bits(want_h)), compare("y", bench.bits(y), bench.bits(want_y)))
+
+
+def _epilogues(count: int, k: int, dtype: DType, formats: tuple[WeightFormat, ...], device: Device) -> Comparison:
+    """Four segments of different formats and epilogues in one launch, against STORE and the operations one by one. One position is padding."""
+    heads, stride, rope = 3, 24, step.Rope(24, 16, 8)
+    x, residual = draw(10, (count, k), dtype), draw(11, (count, 13), dtype)
+    positions = np.linspace(0, 1_048_575, count).astype(np.int32)
+    if count > 1:
+        positions[0] = -1
+    widths = (13, heads * stride, 2 * 9, 5)  # of the weights: residual, rope, SiLU, f32
+    with Bench(device) as bench:
+        dx, dpositions, dfrequencies = bench.put(x, dtype), bench.put(positions), bench.put(frequencies(rope.dim))
+        matrices = [put_matrix(bench, draw_weights(12 + i, (n, k), formats[i % len(formats)])) for i, n in enumerate(widths)]
+        plain = [bench.poison(dtype, (count, n)) for n in widths[:3]] + [bench.poison(F32, (count, widths[3]))]
+        stored = [Segment(m, y) for m, y in zip(matrices, plain, strict=True)]
+        stored[3] = replace(stored[3], epilogue=Epilogue.STORE_F32)
+        step.gemv(bench.stream, dx, stored)
+        total, act = bench.put(residual, dtype), bench.poison(dtype, (count, 9))
+        turned, sums = bench.poison(dtype, (count, widths[1])), bench.poison(F32, (count, widths[3]))
+        segments = [
+            Segment(matrices[0], total, Epilogue.RESIDUAL),
+            Segment(matrices[1], turned, Epilogue.ROPE, rope),
+            Segment(matrices[2], act, Epilogue.SILU),
+            Segment(matrices[3], sums, Epilogue.STORE_F32),
+        ]
+        step.gemv(bench.stream, dx, segments, residual=total, positions=dpositions, inv_freq=dfrequencies)
+        want_act = bench.poison(dtype, (count, 9))
+        basic.silu_mul(bench.stream, plain[2], want_act)
+        want_total = round_to(residual + bench.read(plain[0]), dtype)
+        by_head = Array(plain[1].buffer, dtype, (count, heads, stride))
+        basic.rope(bench.stream, by_head, bench.put(np.maximum(positions, 0)), dfrequencies, rope.offset)
+        return worst_of(
+            compare("residual", bench.read(total), want_total, EXACT),
+            compare("rope", bench.bits(turned), bench.bits(plain[1])),
+            compare("silu", bench.bits(act), bench.bits(want_act)),
+            compare("f32", bench.bits(sums), bench.bits(plain[3])),
+        )
+
+
+def _per_head(count: int, heads: int, n: int, k: int, columns: int, dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
+    x, weights = draw(16, (count, heads, columns), dtype), draw_weights(17, (heads, n, k), weight_format)
+    want = reference.sums(x[..., :k].transpose(1, 0, 2), weights).transpose(1, 0, 2)
+    with Bench(device) as bench:
+        y = bench.poison(dtype, (count, heads, n))
+        step.per_head(bench.stream, bench.put(x, dtype), put_matrix(bench, weights), y)
+        return compare("per_head", bench.read(y), round_to(want, dtype), EXACT)
+
+
+def _against_float64(dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
+    """The values themselves, by a sum that knows nothing of the order: a few rounding errors of sum |x||w|."""
+    x, weights = draw(18, (2, 2048), dtype), draw_weights(19, (33, 2048), weight_format)
+    with Bench(device) as bench:
+        y = bench.poison(F32, (2, 33))
+        step.gemv(bench.stream, bench.put(x, dtype), [Segment(put_matrix(bench, weights), y, Epilogue.STORE_F32)])
+        values = weights.values.T
+        return compare("values", bench.read(y), (x.astype(np.float64) @ values).astype(np.float32), F32, np.abs(x) @ np.abs(values))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Query rows of two sessions, one of them padding; history rows go to slots of `memory`, keys to `extents`."""
+
+    sessions: np.ndarray
+    positions: np.ndarray
+
+
+def _scene(count: int) -> Scene:
+    positions = (np.arange(count) * 37 % 128).astype(np.int32)
+    if count > 2:
+        positions[2] = -1
+    return Scene((np.arange(count) % 2).astype(np.int32), positions)
+
+
+def _rows_part(count: int, latent: int, rope: int, row_format: RowFormat, dtype: DType, with_key: bool, device: Device) -> Comparison:
+    """Part ROWS beside a product, against rms_norm, rope, store_rows, layer_norm, rope and append; nothing else in memory may change."""
+    scene, key_width, k = _scene(count), -(-rope // 8) * 8 + 24, 72
+    row_bytes = row_format.row_bytes(latent, rope)
+    shape = ExtentShape(64, 2, key_width * dtype.item_bytes)
+    row, key = draw(20, (count, latent + rope), dtype, 2.0), draw(21, (count, key_width), dtype)
+    if count > 1:
+        row[1, 0] = np.inf if row_format is RowFormat.Q8G64 else row[1, 0]
+    norms = [draw(22 + i, (width,), dtype) for i, width in enumerate((latent, key_width, key_width))]
+    with Bench(device) as bench:
+        refs = np.zeros(count, np.uint64)
+        offsets = (0, 1 << 20, 0, 0)
+        sessions, positions, inv_freq = bench.put(scene.sessions), bench.put(scene.positions), bench.put(frequencies(rope))
+        row_norm, key_norm, key_bias = (bench.put(norm, dtype) for norm in norms)
+        x, matrix = bench.put(draw(25, (count, k), dtype), dtype), put_matrix(bench, draw_weights(26, (19, k), WeightFormat.BF16))
+
+        def outputs(run: Callable[[Array, Array, Array, Array, Array, Array], None]) -> list[np.ndarray]:
+            memory, extents = bench.poison(DType.U8, (count + 1, row_bytes)), bench.poison(DType.U8, (4, shape.extent_rows * 2 * shape.row_bytes))
+            for r in range(count):
+                refs[r] = 0 if scene.positions[r] < 0 else memory.address + (count - r) * row_bytes - offsets[r % 2] + r % 2
+            tables = (extents.address + np.arange(4, dtype=np.uint64)[[[2, 0], [1, 3]]] * np.uint64(extents.nbytes // 4)).astype(np.uint64)
+            error = bench.put(np.zeros(1, np.uint32))
+            run(bench.put(row, dtype), bench.put(key, dtype), bench.put(refs), bench.put(tables), error, bench.poison(dtype, (count, 19)))
+            return [bench.read(memory), bench.read(extents), bench.read(error)]
+
+        def fused(drow: Array, dkey: Array, drefs: Array, tables: Array, error: Array, y: Array) -> None:
+            part = step.RowsPart(drow, row_norm, EPS, drefs, offsets, row_format, latent, error)
+            if with_key:
+                part = replace(part, key=dkey, key_norm=key_norm, key_bias=key_bias, key_eps=1e-6, key_tables=tables, sessions=sessions)
+                part = replace(part, key_shape=shape, key_plane=1)
+            step.gemv(bench.stream, x, [Segment(matrix, y)], positions=positions, inv_freq=inv_freq, part=part)
+            plain = bench.poison(dtype, y.shape)
+            step.gemv(bench.stream, x, [Segment(matrix, plain)])
+            compare("the product beside the part", bench.bits(y), bench.bits(plain))
+
+        def single(drow: Array, dkey: Array, drefs: Array, tables: Array, error: Array, _y: Array) -> None:
+            clamped = bench.put(np.maximum(scene.positions, 0))
+            basic.rms_norm(bench.stream, drow, row_norm, drow, EPS)
+            basic.rope(bench.stream, drow.reshape(count, 1, latent + rope), clamped, inv_freq, latent)
+            rows.store_rows(bench.stream, drow, drefs, offsets=offsets, row_format=row_format, latent=latent, error=error)
+            if with_key:
+                basic.layer_norm(bench.stream, dkey, key_norm, key_bias, dkey, 1e-6)
+                basic.rope(bench.stream, dkey.reshape(count, 1, key_width), clamped, inv_freq, 0)
+                history.append(bench.stream, dkey, tables, sessions, positions, shape, 1)
+
+        got, want = outputs(fused), outputs(single)
+        return worst_of(*(compare(name, g, w) for name, g, w in zip(("history rows", "index keys", "error"), got, want, strict=True)))
+
+
+def _router_part(count: int, n_experts: int, slots: int, groups: tuple[int, int], k: int, dtype: DType, device: Device) -> Comparison:
+    """Part ROUTER twice (the counter of arrivals must be 0 again), beside another segment, against router on the same logits."""
+    x, bias = draw(27, (count, k), dtype), draw(28, (n_experts,), F32, 0.1)
+    n_group, topk_group = groups
+    with Bench(device) as bench:
+        dx, dbias, arrivals = bench.put(x, dtype), bench.put(bias), bench.put(np.zeros(1, np.uint32))
+        router = put_matrix(bench, draw_weights(29, (n_experts, k), WeightFormat.F32))
+        other = put_matrix(bench, draw_weights(30, (34, k), WeightFormat.BF16))
+        results = []
+        for _ in range(2):
+            logits, act = bench.poison(F32, (count, n_experts)), bench.poison(dtype, (count, 17))
+            ids, weights = bench.poison(DType.I32, (count, slots)), bench.poison(F32, (count, slots))
+            part = step.RouterPart(dbias, ids, weights, arrivals, n_group, topk_group, normalise=True, scaling=2.5)
+            segments = [Segment(router, logits, Epilogue.STORE_F32), Segment(other, act, Epilogue.SILU)]
+            step.gemv(bench.stream, dx, segments, part=part)
+            want_ids, want_weights = bench.poison(DType.I32, (count, slots)), bench.poison(F32, (count, slots))
+            picked = (want_ids, want_weights)
+            experts.router(bench.stream, logits, dbias, *picked, n_group=n_group, topk_group=topk_group, normalise=True, scaling=2.5)
+            results += [
+                compare("logits", bench.read(logits), reference.sums(x, draw_weights(29, (n_experts, k), WeightFormat.F32)), EXACT),
+                compare("ids", bench.read(ids), bench.read(want_ids)),
+                compare("weights", bench.bits(weights), bench.bits(want_weights)),
+                compare("arrivals", bench.read(arrivals), np.zeros(1, np.uint32)),
+            ]
+        return worst_of(*results)
+
+
+def _odd_address(dtype: DType, device: Device) -> Comparison:
+    """Weights and x that start between two multiples of 16 bytes: element loads, the same bits."""
+    x, weights = draw(31, (3, 1040), dtype), draw_weights(32, (7, 1040), WeightFormat.F32 if dtype is F32 else WeightFormat.BF16)
+    with Bench(device) as bench:
+        flat_x, flat_w = (bench.put(np.concatenate([[0.5], a.ravel()]).astype(np.float32), dtype) for a in (x, weights.codes))
+        shifted = [Array(a.buffer, dtype, shape, a.offset_bytes + dtype.item_bytes) for a, shape in ((flat_x, x.shape), (flat_w, (7, 1040)))]
+        y = bench.poison(F32, (3, 7))
+        step.gemv(bench.stream, shifted[0], [Segment(Matrix.plain(shifted[1]), y, Epilogue.STORE_F32)])
+        return compare("sums", bench.read(y), reference.sums(x, weights), EXACT)
+
+
+def _product_cases() -> list[Case]:
+    cases = []
+    for dtype in T:
+        for weight_format in WeightFormat:
+            label = f"{dtype.label}_{weight_format.label}"
+            shapes = [(count, 37, 192) for count in ROWS] + [(1, 1, 64), (3, 130, 960), (2, 19, 1088), (5, 18, 2048), (1, 5, 3136)]
+            if not weight_format.quantised:
+                shapes += [(2, 1, 1), (3, 6, 7), (5, 35, 131), (2, 18, 1027), (1, 3, 2500)]
+            for count, n, k in shapes:
+                cases.append(Case("step_gemv", f"{label}-{count}x{n}x{k}", partial(_product, count, n, k, dtype, weight_format)))
+            cases.append(Case("step_gemv", f"{label}-spans", partial(_product, 4, 3, 8192 + 320, dtype, weight_format)))
+            cases.append(Case("step_gemv", f"{label}-float64", partial(_against_float64, dtype, weight_format)))
+            for n, k in ((9, 128), (6, 1152)):
+                cases.append(Case("step_gemv", f"{label}-rows_alone-{k}", partial(_rows_alone, n, k, dtype, weight_format)))
+            for shape in ((1, 3, 20, 64, 64), (5, 2, 33, 192, 256), (2, 2, 5, 1024, 1100)):
+                name = f"{label}-{'x'.join(map(str, shape))}"
+                cases.append(Case("step_per_head", name, partial(_per_head, *shape, dtype, weight_format)))
+        cases.append(Case("step_gemv", f"{dtype.label}-odd_address", partial(_odd_address, dtype)))
+    return cases
+
+
+def _fused_cases() -> list[Case]:
+    cases = []
+    every = tuple(WeightFormat)
+    for dtype in T:
+        for count, k in ((1, 64), (2, 6144), (3, 1088), (4, 2048), (5, 512)):
+            for weight_format in (WeightFormat.BF16, WeightFormat.Q4G64):
+                name = f"{dtype.label}_{weight_format.label}-{count}x{k}"
+                cases.append(Case("step_norm", name, partial(_normed, count, k, dtype, weight_format)))
+        for count, k in ((1, 33), (3, 1029), (4, 16448)):
+            cases.append(Case("step_norm", f"{dtype.label}_f32-{count}x{k}", partial(_normed, count, k, dtype, WeightFormat.F32)))
+        for count in (1, 2, 3, 4, 8):
+            for shift in range(0, 4, 3 if count > 2 else 1):
+                formats = every[shift:] + every[:shift]
+                k = 1152 if count == 3 else 128
+                name = f"{dtype.label}-{count}x{k}-from_{formats[0].label}"
+                cases.append(Case("step_epilogues", name, partial(_epilogues, count, k, dtype, formats)))
+        plain = RowFormat.F32 if dtype is F32 else RowFormat.BF16
+        for count, latent, rope, row_format, with_key in (
+            (1, 512, 64, plain, True),
+            (5, 512, 64, RowFormat.Q8G64, True),
+            (3, 256, 4, RowFormat.Q8G64, False),
+            (4, 40, 8, plain, True),
+            (8, 2304, 4, RowFormat.Q8G64, True),
+        ):
+            name = f"{dtype.label}_{row_format.value}-{count}x{latent}+{rope}{'-key' if with_key else ''}"
+            cases.append(Case("step_rows", name, partial(_rows_part, count, latent, rope, row_format, dtype, with_key)))
+        for count, n_experts, slots, groups, k in (
+            (1, 256, 8, (1, 1), 1088),
+            (3, 16, 4, (4, 2), 72),
+            (4, 61, 3, (1, 1), 33),
+            (8, 128, 8, (8, 4), 64),
+        ):
+            name = f"{dtype.label}-{count}x{n_experts}-{slots}of{groups[1]}of{groups[0]}x{k}"
+            cases.append(Case("step_router", name, partial(_router_part, count, n_experts, slots, groups, k, dtype)))
+    return cases
+
+
+CASES = _product_cases() + _fused_cases()

@@ -1,0 +1,159 @@
+"""Checks of the experts of a decode step: every format and type, odd sizes, both lane counts, ids outside the range, alone against batched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from glm53.check import reference_step_experts as reference
+from glm53.check.case import Bench, Case, draw
+from glm53.check.cases_experts import expert_ids
+from glm53.check.compare import SAME_ROUNDING, Comparison, Tolerance, compare
+from glm53.hip import Array, Device
+from glm53.ops import step_experts
+from glm53.ops.matrix import Matrix
+from glm53.spec import DType, WeightFormat
+
+F32, BF16, Q8, Q4 = WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64, WeightFormat.Q4G64
+
+# bf16: a product on a tie that rounds the other way moves the sum by an ulp of the product, which is small beside sum |x||w| but not beside y.
+_TOLERANCE: dict[DType, Tolerance] = {DType.F32: SAME_ROUNDING[DType.F32], DType.BF16: replace(SAME_ROUNDING[DType.BF16], absolute=1e-3)}
+
+
+@dataclass(frozen=True)
+class Experts:
+    name: str
+    rows: int
+    slots: int
+    experts: int
+    n: int
+    k: int
+    dtype: DType
+    format: WeightFormat
+    kind: str = "random"  # of expert_ids, or outside: some ids outside [0, experts)
+
+
+@dataclass(frozen=True)
+class Down(Experts):
+    shared_k: int = 64
+    shared_format: WeightFormat = F32
+    in_place: bool = False
+
+
+_Kind = TypeVar("_Kind", Experts, Down)
+
+
+def step_ids(case: Experts) -> np.ndarray:
+    if case.kind != "outside":
+        return expert_ids(case.kind, case.rows, case.slots, case.experts)
+    ids = expert_ids("random", case.rows, case.slots, case.experts)
+    flat = ids.reshape(-1)
+    flat[::3], flat[1::6] = -1, case.experts
+    return ids
+
+
+def put_matrix(bench: Bench, codes: np.ndarray, scales: np.ndarray | None, weight_format: WeightFormat) -> Matrix:
+    dtype = {F32: DType.F32, BF16: DType.BF16}.get(weight_format)
+    return Matrix(bench.put(codes, dtype), None if scales is None else bench.put(scales), weight_format)
+
+
+def check_rows(bench: Bench, rows: int, call: Callable[[slice], Array]) -> Array:
+    """The output of all rows together, after the bits of each row have been compared with those of a call with that row alone."""
+    together = call(slice(0, rows))
+    bits = bench.bits(together)
+    for row in range(rows if rows > 1 else 0):
+        compare(f"row {row} alone", bench.bits(call(slice(row, row + 1)))[0], bits[row])
+    return together
+
+
+def run_experts(case: Experts, device: Device) -> Comparison:
+    x, ids = draw(51, (case.rows, case.k), case.dtype), step_ids(case)
+    codes, scales, values = reference.draw_weights(52, (case.experts, 2 * case.n, case.k), case.format)
+    want, scale = reference.experts(x, values, ids, case.dtype)
+    with Bench(device) as bench:
+        weight = put_matrix(bench, codes, scales, case.format)
+
+        def call(of: slice) -> Array:
+            act = bench.poison(case.dtype, (of.stop - of.start, case.slots, case.n))
+            step_experts.experts(bench.stream, bench.put(x[of], case.dtype), bench.put(ids[of]), weight, act)
+            return act
+
+        return compare("act", bench.read(check_rows(bench, case.rows, call)), want, _TOLERANCE[case.dtype], scale)
+
+
+def run_down(case: Down, device: Device) -> Comparison:
+    act, ids = draw(61, (case.rows, case.slots, case.k), case.dtype), step_ids(case)
+    weights = np.abs(draw(62, (case.rows, case.slots)))
+    shared_act, residual = draw(63, (case.rows, case.shared_k), case.dtype), draw(64, (case.rows, case.n), case.dtype)
+    codes, scales, values = reference.draw_weights(65, (case.experts, case.n, case.k), case.format)
+    shared_codes, shared_scales, shared_values = reference.draw_weights(66, (case.n, case.shared_k), case.shared_format)
+    want, scale = reference.down(act, values, ids, weights, shared_act, shared_values, residual, case.dtype)
+    with Bench(device) as bench:
+        weight = put_matrix(bench, codes, scales, case.format)
+        shared = put_matrix(bench, shared_codes, shared_scales, case.shared_format)
+
+        def call(of: slice) -> Array:
+            held = bench.put(residual[of], case.dtype)
+            y = held if case.in_place else bench.poison(case.dtype, held.shape)
+            step_experts.down(
+                bench.stream,
+                bench.put(act[of], case.dtype),
+                bench.put(ids[of]),
+                bench.put(weights[of]),
+                weight,
+                bench.put(shared_act[of], case.dtype),
+                shared,
+                held,
+                y,
+            )
+            return y
+
+        return compare("y", bench.read(check_rows(bench, case.rows, call)), want, _TOLERANCE[case.dtype], scale)
+
+
+def _each(make: Callable[[str, DType, WeightFormat], _Kind]) -> list[_Kind]:
+    return [make(f"{t.label}-{f.label}", t, f) for t in (DType.F32, DType.BF16) for f in WeightFormat]
+
+
+# k below and from 1,024 (4 lanes, 32 lanes); n that fills no block; k beyond what is staged (6,144); rows that 16-byte loads cannot read.
+_EXPERTS = (
+    *_each(lambda name, t, f: Experts(f"short-{name}", 3, 2, 4, 33, 192, t, f)),
+    *_each(lambda name, t, f: Experts(f"long-{name}", 2, 2, 3, 39, 1088, t, f)),
+    Experts("one", 1, 1, 1, 1, 1, DType.F32, F32),
+    Experts("odd-f32", 2, 3, 4, 5, 17, DType.F32, F32),
+    Experts("odd-bf16", 2, 3, 4, 5, 1027, DType.BF16, BF16),
+    Experts("odd-long-f32", 2, 1, 2, 3, 1025, DType.F32, F32),
+    Experts("bf16-f32-odd", 2, 1, 2, 3, 1031, DType.BF16, F32),
+    Experts("four-rows", 4, 4, 16, 64, 64, DType.BF16, Q4),
+    Experts("eight-rows", 8, 8, 16, 32, 1024, DType.BF16, Q4),
+    Experts("sixteen-rows", 16, 2, 6, 32, 1024, DType.BF16, Q8),
+    Experts("all-on-one", 4, 1, 5, 36, 1152, DType.BF16, Q4, kind="one"),
+    Experts("outside", 3, 4, 5, 40, 1024, DType.BF16, Q4, kind="outside"),
+    Experts("outside-short", 3, 4, 5, 40, 128, DType.F32, Q8, kind="outside"),
+    Experts("real-k", 1, 2, 2, 32, 6144, DType.BF16, Q4),
+    Experts("beyond-the-stage", 2, 1, 2, 5, 6208, DType.BF16, Q4),
+    Experts("beyond-the-stage-bf16", 2, 1, 2, 3, 6152, DType.BF16, BF16),
+)
+_DOWN = (
+    *_each(lambda name, t, f: Down(f"short-{name}", 3, 2, 4, 21, 192, t, f, shared_k=128, shared_format=f)),
+    *_each(lambda name, t, f: Down(f"long-{name}", 2, 2, 3, 21, 1088, t, f, shared_k=1152, shared_format=f)),
+    *_each(lambda name, t, f: Down(f"mixed-{name}", 1, 4, 4, 16, 1024, t, Q4, shared_k=320, shared_format=f)),
+    Down("one", 1, 1, 1, 1, 1, DType.F32, F32, shared_k=1),
+    Down("odd", 2, 3, 4, 5, 17, DType.F32, F32, shared_k=1025, shared_format=F32),
+    Down("odd-bf16", 2, 3, 4, 11, 1027, DType.BF16, BF16, shared_k=131, shared_format=BF16),
+    Down("four-rows-in-place", 4, 4, 16, 64, 64, DType.BF16, Q4, shared_k=64, shared_format=Q8, in_place=True),
+    Down("eight-rows", 8, 8, 16, 24, 2048, DType.BF16, Q4, shared_k=2048, shared_format=Q8),
+    Down("sixteen-rows", 16, 2, 6, 16, 1024, DType.BF16, Q8, shared_k=64, shared_format=Q8, kind="one"),
+    Down("most-slots", 2, 16, 17, 16, 1024, DType.BF16, Q4, shared_k=1024, shared_format=Q8),
+    Down("nine-slots", 2, 9, 9, 12, 128, DType.F32, Q4, shared_k=64, shared_format=Q4),
+    Down("outside", 3, 4, 5, 13, 1024, DType.BF16, Q4, kind="outside", shared_k=1024, shared_format=Q8),
+)
+
+CASES = [
+    *(Case("step-experts", case.name, partial(run_experts, case)) for case in _EXPERTS),
+    *(Case("step-down", case.name, partial(run_down, case)) for case in _DOWN),
+]

@@ -1,0 +1,174 @@
+"""Decode steps that run ahead of the host: a step is enqueued before the tokens of the one before it have been read.
+
+The device moves tokens, positions and sampling counters on by itself; the host reads each step's record from a ring in host memory after the step's
+event. A row of a request that turns out to have ended one step earlier is computed in vain and dropped with its session.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from glm53.errors import Glm53Error
+from glm53.hip import Device, Event, Stream
+from glm53.kv import RowStore, Runs
+from glm53.model.sampler import DrawKind, Drawn, DrawRow, Sampler, drawn_rows
+from glm53.model.step import Drawing, StepForward
+from glm53.ops.step_state import Draws, Ring, read_record, record_words
+from glm53.sampling import LOGPROBS_MAX
+from glm53.spec import RowFormat
+
+RING_STEPS = 8  # records kept; more than the steps that are ever in flight
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One row of a decode step: the history row at `position` of session `slot` is computed from `token`, the token after it drawn.
+
+    token: None if the step before drew it and the host has not read it.
+    """
+
+    draw: DrawRow
+    token: int | None
+
+    @property
+    def slot(self) -> int:
+        return self.draw.slot
+
+    @property
+    def position(self) -> int:
+        """Of the history row, one before the token drawn."""
+        return self.draw.position - 1
+
+    def following(self) -> StepRow:
+        """The same request's row in the next step."""
+        return StepRow(DrawRow(self.draw.slot, self.draw.params, self.draw.seed, self.draw.position + 1), None)
+
+
+class Ticket:
+    """A step in flight."""
+
+    def __init__(self, rows: tuple[StepRow, ...], number: int, tops: int, done: Event):
+        self.rows, self.number, self.tops, self.done = rows, number, tops, done
+        self.drawn: list[Drawn] | None = None
+
+
+class Decoder:
+    """Runs steps of decode rows on one stream. `graphs`: replay recorded steps."""
+
+    def __init__(self, device: Device, stream: Stream, step: StepForward, sampler: Sampler, keys: RowStore, graphs: bool):
+        self.stream, self.step, self.sampler, self.keys, self.graphs = stream, step, sampler, keys, graphs
+        self._record_words = record_words(step.rows_max, LOGPROBS_MAX)
+        self._host = device.host_alloc(RING_STEPS * self._record_words * 4, category="token ring")
+        self._ring = Ring(self._host.array.view(np.uint32).reshape(RING_STEPS, self._record_words), self._host.device_address)
+        self._events = [device.event() for _ in range(RING_STEPS)]
+        self._number = 0  # steps enqueued, as the device counts them
+        self._in_flight: deque[Ticket] = deque()
+        self._ahead: tuple[StepRow, ...] = ()  # what the device would compute next, token and position being there
+
+    # Every step goes through `_enqueue`, so that the host's number of steps is the device's.
+
+    def launch(self, rows: Sequence[StepRow]) -> Ticket:
+        """Enqueues one step. Raises with no row added; what other steps draw can still be collected."""
+        every = tuple(rows)
+        runs = [(row.slot, 1) for row in every]
+        kind = DrawKind.of([row.draw for row in every])
+        while len(self._in_flight) >= RING_STEPS - 1:
+            self._collect_first()
+        if not self.follows(every):
+            self.flush()
+            tokens = np.array([row.token for row in every], np.int32)
+            self.step.rows.upload(runs, [row.position for row in every], self.stream)
+            self.step.tokens.slice(0, len(every)).upload(tokens, self.stream)
+            self.sampler.upload([row.draw for row in every])
+        self._ahead = ()
+        event = self._events[self._number % RING_STEPS]
+        self._enqueue(runs, Drawing((kind, self.sampler.seen is None), lambda count: self._draw(count, kind)))
+        event.record(self.stream)
+        ticket = Ticket(every, self._number - 1, LOGPROBS_MAX if kind.tops else 0, event)
+        self._in_flight.append(ticket)
+        self._ahead = tuple(row.following() for row in every)
+        return ticket
+
+    def follows(self, rows: Sequence[StepRow]) -> bool:
+        """Whether the device has the tokens of these rows, from the step launched last."""
+        key = lambda row: (row.draw.slot, row.draw.position, row.draw.seed)
+        return bool(self._ahead) and [key(row) for row in rows] == [key(row) for row in self._ahead]
+
+    def run_rows(self, runs: Runs, tokens: Sequence[int], first_positions: Sequence[int]) -> None:
+        """Enqueues a step of given tokens that draws nothing; its logits stand in `step.logits`. Raises with no row added."""
+        self.settle()
+        self.step.rows.upload(runs, first_positions, self.stream)
+        self.step.tokens.slice(0, len(tokens)).upload(np.array(tokens, np.int32), self.stream)
+        self._enqueue(runs, None)
+
+    def collect(self, ticket: Ticket) -> list[Drawn]:
+        """What a step drew, by row. Waits for it. Raises Glm53Error if a history row of it could not be quantised."""
+        while ticket.drawn is None:
+            self._collect_first()
+        return ticket.drawn
+
+    def flush(self) -> None:
+        """Waits for all steps in flight and keeps what they drew."""
+        while self._in_flight:
+            self._collect_first()
+
+    def settle(self) -> None:
+        """As `flush`, and the next step starts from the host's tokens: somebody else is about to use the sampler or the step's rows."""
+        self.flush()
+        self._ahead = ()
+
+    def forget(self) -> None:
+        """Steps in flight belong to sessions that end: nobody will collect them, and the next step starts from the host's tokens."""
+        self._in_flight.clear()
+        self._ahead = ()
+
+    def close(self) -> None:
+        """Gives the ring and the recorded steps back. The device has finished."""
+        self.step.close()
+        for event in self._events:
+            event.close()
+        self._host.free()
+
+    def _draw(self, count: int, kind: DrawKind) -> Draws:
+        sampler, step = self.sampler, self.step
+        sampler.enqueue(step.logits.slice(0, count), kind)
+        cut = lambda array: array.slice(0, count)
+        return Draws(cut(sampler.tokens), cut(sampler.logprobs), sampler.tops(count, kind), cut(step.rows.positions), cut(sampler.params), self._ring)
+
+    def _enqueue(self, runs: Runs, drawing: Drawing | None) -> None:
+        tier, count = self.step.tier, sum(n for _, n in runs)
+        for slot, n in runs:
+            self.keys.reserve(slot, self.keys.rows(slot) + n)
+        tier.begin(runs)
+        try:
+            self.step.run(count, drawing, self.graphs and not tier.gathers_on_host)
+            self._number = (self._number + 1) % (1 << 32)
+            tier.finish(runs)
+        except BaseException:
+            tier.abandon(runs)
+            raise
+        for slot, n in runs:
+            self.keys.advance(slot, n)
+
+    def _collect_first(self) -> None:
+        ticket = self._in_flight.popleft()
+        ticket.done.synchronize()
+        record = read_record(self._ring, ticket.number, len(ticket.rows), ticket.tops)
+        if record.step != ticket.number:
+            raise Glm53Error(f"step {ticket.number} left the record of step {record.step}; next: glm53 selftest, or --no-graphs")
+        if record.row_error:
+            self.step.row_error.upload(np.zeros(1, np.uint32), self.stream)
+            raise Glm53Error(row_error_text(record.row_error))
+        ticket.drawn = drawn_rows([row.draw for row in ticket.rows], record.tokens, record.logprobs, record.tops)
+
+
+def row_error_text(row_error: int) -> str:
+    """What a row error of the device means: 1 + the row of the pass."""
+    return (
+        f"row {row_error - 1} of a pass holds a value that {RowFormat.Q8G64.value} cannot store (not finite, or beyond f16 scales); "
+        "check the weights (--check-weights) or use --kv-format bf16"
+    )

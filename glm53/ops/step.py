@@ -1,0 +1,349 @@
+"""Matrix products of a decode step, with the norm before and what follows them in the same launch. Kernel: step.hip.
+
+One launch computes up to four products of the same x by weights in any `WeightFormat`, each with an epilogue, and may carry a part: other work of
+the step in blocks of its own. A row's bits depend on its own x, the weights and k alone (docs/decisions/0004-step-graph.md, Bits).
+T: f32 or bf16, the activation type.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm53.hip import Array, Stream
+from glm53.ops.args import fetch_args
+from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
+from glm53.ops.history import ExtentLayout
+from glm53.ops.matrix import GROUP, Matrix
+from glm53.ops.rows import format_variant, row_size, space_offsets
+from glm53.ops.step_args import step_gemv_args, step_give_args, step_router_args, step_rows_args
+from glm53.spec import DType, Offsets, RowFormat, WeightFormat
+
+SEGMENTS_MAX = 4
+_T = (DType.F32, DType.BF16)
+_VARIANTS = ("f32", "bf16")
+_PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER = 1, 2, 3, 4
+_ROW_FORMATS = {RowFormat.F32: WeightFormat.F32, RowFormat.BF16: WeightFormat.BF16, RowFormat.Q8G64: WeightFormat.Q8G64}
+
+
+class Epilogue(enum.IntEnum):
+    """What becomes of the f32 sums. Every step rounds to T, as the model does."""
+
+    STORE = 0  # y = T(sum)
+    STORE_F32 = 1  # y = sum, f32
+    ROPE = 2  # T(sum), then rotary embedding
+    SILU = 3  # weight rows j and n + j: y[j] = T(T(silu(T(gate))) * T(up))
+    RESIDUAL = 4  # y = T(residual + T(sum))
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Columns [offset, offset + dim) of each head of `head_stride` columns turn, in pairs (2i, 2i + 1). All even."""
+
+    head_stride: int
+    offset: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One product: weight [n, k] ([2n, k] for SILU: gate rows, then up rows), y [rows, n] in T (f32 for STORE_F32)."""
+
+    weight: Matrix
+    y: Array
+    epilogue: Epilogue = Epilogue.STORE
+    rope: Rope | None = None
+
+
+@dataclass(frozen=True)
+class RowsPart:
+    """Finishes the new history rows, and the new index keys where `key` is given; one block a query row.
+
+    row [rows, latent + rope] T: what kv_a gave. Its first `latent` columns get the RMS norm (row_norm [latent] T, row_eps), the others RoPE; the row
+    is stored at refs [rows] u64 (0: skipped) as ops.rows.store_rows does; error [1] u32 for q8g64. key [rows, width] T: layer norm (key_norm,
+    key_bias [width] T, key_eps), RoPE on its first columns, stored as ops.history.append does with key_tables [sessions, extents] u64, sessions
+    [rows] i32, key_shape (row_bytes = width * sizeof(T)), key_plane. Same bits as those operations one by one. A negative position: no key.
+    """
+
+    row: Array
+    row_norm: Array
+    row_eps: float
+    refs: Array
+    offsets: Offsets
+    row_format: RowFormat
+    latent: int
+    error: Array | None = None
+    key: Array | None = None
+    key_norm: Array | None = None
+    key_bias: Array | None = None
+    key_eps: float = 0.0
+    key_tables: Array | None = None
+    sessions: Array | None = None
+    key_shape: ExtentLayout | None = None
+    key_plane: int = 0
+
+
+@dataclass(frozen=True)
+class GivePart:
+    """Gives slots to the misses that step_topk left in the plan; one block a round."""
+
+    args: step_give_args
+    rounds: int
+
+
+@dataclass(frozen=True)
+class FetchPart:
+    """Copies the rows of all rounds' fetch lists for plane args.plane_first, by `blocks` blocks."""
+
+    args: fetch_args
+    blocks: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class RouterPart:
+    """Picks the experts as ops.experts.router does, when the logits are done: those of segment 0, STORE_F32.
+
+    bias [experts] f32, ids [rows, slots] i32, weights [rows, slots] f32, arrivals [1] u32, 0 before and after.
+    """
+
+    bias: Array
+    ids: Array
+    weights: Array
+    arrivals: Array
+    n_group: int
+    topk_group: int
+    normalise: bool
+    scaling: float
+
+
+Part = RowsPart | GivePart | FetchPart | RouterPart
+
+
+def gemv(
+    stream: Stream,
+    x: Array,
+    segments: Sequence[Segment],
+    *,
+    norm: Array | None = None,
+    eps: float = 0.0,
+    h: Array | None = None,
+    residual: Array | None = None,
+    positions: Array | None = None,
+    inv_freq: Array | None = None,
+    part: Part | None = None,
+) -> None:
+    """y_s = epilogue(h @ weight_s^T) for each of 1 to 4 segments, h = T(norm * T(x / sqrt(mean(x^2) + eps))), or x where norm is None.
+
+    x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows. residual [rows, n] T, of RESIDUAL segments, may be their y. positions [rows] i32,
+    below 2^21, negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and RowsPart. No output may overlap x or another
+    output. f32 and bf16 weights take any k, quantised ones multiples of 64. Enqueues one kernel. Raises ContractError.
+    """
+    d = Dims("step_gemv")
+    d.match("x", x, "rows", "k", dtype=_T)
+    d.require(1 <= len(segments) <= SEGMENTS_MAX, f"got {len(segments)} segments, expected 1 to {SEGMENTS_MAX}")
+    args = step_gemv_args(x=x.address, x_stride=d["k"], rows=d["rows"], k=d["k"], eps=eps)
+    if norm is not None:
+        d.match("norm", norm, "k", dtype=x.dtype)
+        d.require(eps > 0, f"eps is {eps}, expected a positive number")
+        args.norm = norm.address
+    if h is not None:
+        d.match("h", h, "rows", "k", dtype=x.dtype)
+        d.require(norm is not None, "h is given, expected a norm with it: without one h is x")
+        d.distinct("h", h, "x", x)
+        args.h = h.address
+    if positions is not None:
+        d.match("positions", positions, "rows", dtype=DType.I32)
+        args.positions = positions.address
+    if inv_freq is not None:
+        d.match("inv_freq", inv_freq, "rope pairs", dtype=DType.F32)
+        args.inv_freq, args.rope_dim = inv_freq.address, 2 * d["rope pairs"]
+    blocks = 0
+    for index, segment in enumerate(segments):
+        _bind_segment(d, args, index, segment, x, residual)
+        blocks += _blocks(args, index)
+    _bind_part(d, args, part, x, segments)
+    launch(stream, variant("step_gemv", _VARIANTS, x.dtype), (args.part_blocks + blocks, 1, 1), args)
+
+
+def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | None = None) -> None:
+    """y[r, h] = T(x[r, h, :k] @ weight[h]^T): one product a head, over the first k columns of each head of x.
+
+    x [rows, heads, columns] T, columns >= k; weight [heads, n, k]; y [rows, heads, n] T, which must not overlap x. part: FETCH or GIVE, whose
+    blocks run beside those of head 0. Enqueues one kernel. Raises ContractError.
+    """
+    d = Dims("step_per_head")
+    d.match("x", x, "rows", "heads", "columns", dtype=_T)
+    d.require(len(weight.shape) == 3, f"weight has shape {list(weight.shape)}, expected 3 dims [heads, n, k]")
+    for dim, size, axis in zip(("heads", "n", "k"), weight.shape, range(3), strict=True):
+        d.bind(dim, size, f"weight dim {axis}")
+    d.match("y", y, "rows", "heads", "n", dtype=x.dtype)
+    d.distinct("x", x, "y", y)
+    heads, n, k, columns = (d[name] for name in ("heads", "n", "k", "columns"))
+    d.require(k <= columns, f"weight dim 2 is {k}, expected at most columns={columns} (bound by x dim 2)")
+    d.require(part is None or isinstance(part, GivePart | FetchPart), f"part is {type(part).__name__}, expected GivePart or FetchPart")
+    args = step_gemv_args(x=x.address, x_batch_stride=columns, y_batch_stride=n, x_stride=heads * columns, rows=d["rows"], k=k)
+    _bind_matrix(d, args, 0, weight)
+    args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
+    _bind_part(d, args, part, x, ())
+    launch(stream, variant("step_gemv", _VARIANTS, x.dtype), (args.part_blocks + _blocks(args, 0), 1, heads), args)
+
+
+def _bind_matrix(d: Dims, args: step_gemv_args, index: int, weight: Matrix) -> None:
+    d.match(f"codes of weight {index}", weight.codes, *weight.codes.shape)
+    args.codes[index], args.format[index] = weight.codes.address, weight.format
+    if weight.scales is not None:
+        d.match(f"scales of weight {index}", weight.scales, *weight.scales.shape)
+        row_bytes = args.k * weight.format.bits // 8
+        aligned = weight.codes.address % 16 == 0 and row_bytes % 16 == 0 and args.k % GROUP == 0
+        d.require(aligned, f"weight {index} lies at {weight.codes.address:#x}, rows of {row_bytes} bytes; expected multiples of 16")
+        args.scales[index] = weight.scales.address
+
+
+def _bind_segment(d: Dims, args: step_gemv_args, index: int, segment: Segment, x: Array, residual: Array | None) -> None:
+    weight, y, epilogue, rope = segment.weight, segment.y, segment.epilogue, segment.rope
+    d.require(len(weight.shape) == 2, f"weight {index} has shape {list(weight.shape)}, expected 2 dims [n, k]")
+    d.bind("k", weight.shape[1], f"weight {index} dim 1")
+    n = f"n{index}"
+    d.match(f"y {index}", y, "rows", n, dtype=DType.F32 if epilogue is Epilogue.STORE_F32 else x.dtype)
+    rows_wanted = d[n] * (2 if epilogue is Epilogue.SILU else 1)
+    d.require(weight.shape[0] == rows_wanted, f"weight {index} dim 0 is {weight.shape[0]}, expected {rows_wanted} (bound by y {index} dim 1)")
+    d.distinct("x", x, f"y {index}", y)
+    _bind_matrix(d, args, index, weight)
+    args.y[index], args.n[index], args.y_stride[index], args.epilogue[index] = y.address, d[n], d[n], epilogue
+    d.require(
+        (rope is not None) is (epilogue is Epilogue.ROPE), f"segment {index} is {epilogue.name} with rope {rope}, expected a rope exactly for ROPE"
+    )
+    if rope is not None:
+        even = not (rope.head_stride % 2 or rope.offset % 2 or rope.dim % 2)
+        d.require(even and 0 <= rope.offset <= rope.head_stride - rope.dim, f"{rope}: expected even numbers, columns within the head")
+        d.require(d[n] % rope.head_stride == 0, f"y {index} dim 1 is {d[n]}, expected a multiple of head_stride={rope.head_stride}")
+        _require_rope(d, args, rope.dim, f"segment {index}")
+        args.head_stride[index], args.rope_offset[index] = rope.head_stride, rope.offset
+    if epilogue is Epilogue.RESIDUAL:
+        if residual is None:
+            d.fail(f"segment {index} is RESIDUAL and residual is None, expected an array [rows, n]")
+        d.match("residual", residual, "rows", n, dtype=x.dtype)
+        args.residual = residual.address
+
+
+def _require_rope(d: Dims, args: step_gemv_args, dim: int, who: str) -> None:
+    d.require(bool(args.positions and args.inv_freq), f"{who} turns columns, expected positions and inv_freq")
+    d.require(args.rope_dim == dim, f"{who} turns {dim} columns, expected {args.rope_dim} (bound by inv_freq dim 0)")
+
+
+def _blocks(args: step_gemv_args, index: int) -> int:
+    """Blocks of a segment; constants as in the LAUNCH lines of step.hip."""
+    groups = 8 if args.k >= 1024 else 64  # each computes two columns, or one of SILU
+    n = args.n[index]
+    return ceil_div(n if args.epilogue[index] == Epilogue.SILU else ceil_div(n, 2), groups)
+
+
+def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:
+    if isinstance(part, RowsPart):
+        args.part, args.part_blocks = _PART_ROWS, d["rows"]
+        _bind_rows(d, args, part, x.dtype)
+    elif isinstance(part, GivePart):
+        d.require(part.rounds >= 1, f"GivePart has {part.rounds} rounds, expected at least 1")
+        args.part, args.part_blocks, args.rounds, args.part_give = _PART_GIVE, part.rounds, part.rounds, part.args
+    elif isinstance(part, FetchPart):
+        d.require(part.rounds >= 1 and part.blocks >= 1, f"FetchPart has {part.rounds} rounds and {part.blocks} blocks, expected at least 1")
+        args.part, args.part_blocks, args.rounds, args.part_fetch = _PART_FETCH, part.blocks, part.rounds, part.args
+    elif isinstance(part, RouterPart):
+        args.part = _PART_ROUTER
+        _bind_router(d, args, part, segments)
+
+
+def _bind_rows(d: Dims, args: step_gemv_args, part: RowsPart, dtype: DType) -> None:
+    d.match("row", part.row, "rows", "row columns", dtype=dtype)
+    d.match("row_norm", part.row_norm, "latent", dtype=dtype)
+    d.match("refs", part.refs, "rows", dtype=DType.U64)
+    latent, rope = part.latent, d["row columns"] - part.latent
+    d.require(d["latent"] == latent and rope >= 0, f"latent is {latent}, expected row_norm's {d['latent']}, at most the row's {d['row columns']}")
+    d.require(part.row_eps > 0, f"row_eps is {part.row_eps}, expected a positive number")
+    _require_rope(d, args, rope, "RowsPart")
+    format_variant("step_gemv", dtype, part.row_format)
+    quantised = part.row_format is RowFormat.Q8G64
+    p: step_rows_args = args.part_rows
+    if quantised and part.error is None:
+        d.fail("error is None, expected a [1] u32 array: q8g64 reports values that are not finite there")
+    if part.error is not None:
+        d.match("error", part.error, 1, dtype=DType.U32)
+        p.error = part.error.address if quantised else None
+    p.row, p.row_norm, p.refs = part.row.address, part.row_norm.address, part.refs.address
+    p.offsets[:] = space_offsets("step_gemv", part.offsets)
+    p.row_eps, p.row_format, p.latent, p.rope = part.row_eps, _ROW_FORMATS[part.row_format], latent, rope
+    p.row_bytes = row_size("step_gemv", part.row_format, latent, rope)
+    _require_lds(d, "row", (latent + rope) * dtype.item_bytes)
+    if part.key is not None:
+        _bind_key(d, p, part, part.key, rope)
+
+
+def _require_lds(d: Dims, name: str, row_bytes: int) -> None:
+    d.require(row_bytes <= 32768, f"a {name} is {row_bytes} bytes, expected at most 32768: it is finished in LDS")
+
+
+def _bind_key(d: Dims, p: step_rows_args, part: RowsPart, key: Array, rope: int) -> None:
+    arrays = (part.key_norm, part.key_bias, part.key_tables, part.sessions)
+    norm, bias, tables, sessions = arrays
+    shape = part.key_shape
+    if norm is None or bias is None or tables is None or sessions is None or shape is None:
+        d.fail("key is given, expected key_norm, key_bias, key_tables, sessions and key_shape with it")
+    dtype = part.row.dtype
+    d.match("key", key, "rows", "key width", dtype=dtype)
+    d.match("key_norm", norm, "key width", dtype=dtype)
+    d.match("key_bias", bias, "key width", dtype=dtype)
+    d.match("key_tables", tables, "session slots", "key extents", dtype=DType.U64)
+    d.match("sessions", sessions, "rows", dtype=DType.I32)
+    width = d["key width"]
+    d.require(part.key_eps > 0, f"key_eps is {part.key_eps}, expected a positive number")
+    d.require(rope <= width, f"key width is {width}, expected at least the {rope} columns that turn")
+    d.require(shape.row_bytes == width * dtype.item_bytes, f"key_shape.row_bytes is {shape.row_bytes}, expected {width * dtype.item_bytes}")
+    d.require(0 <= part.key_plane < shape.planes, f"key_plane is {part.key_plane}, expected one of the {shape.planes} planes of the extents")
+    _require_lds(d, "key", width * dtype.item_bytes)
+    p.key, p.key_norm, p.key_bias, p.key_tables, p.sessions = (a.address for a in (key, norm, bias, tables, sessions))
+    p.key_eps, p.key_width, p.key_table_stride = part.key_eps, width, d["key extents"]
+    p.key_extent_rows, p.key_plane = shape.extent_rows, part.key_plane
+
+
+def _bind_router(d: Dims, args: step_gemv_args, part: RouterPart, segments: Sequence[Segment]) -> None:
+    d.require(segments[0].epilogue is Epilogue.STORE_F32, f"segment 0 is {segments[0].epilogue.name}, expected STORE_F32: the router's logits")
+    d.match("bias", part.bias, "n0", dtype=DType.F32)
+    d.match("ids", part.ids, "rows", "slots", dtype=DType.I32)
+    d.match("weights", part.weights, "rows", "slots", dtype=DType.F32)
+    d.match("arrivals", part.arrivals, 1, dtype=DType.U32)
+    experts, slots = d["n0"], d["slots"]
+    d.require(experts <= 256, f"experts is {experts}, expected at most 256")
+    d.require(part.n_group >= 1 and experts % part.n_group == 0, f"n_group is {part.n_group}, expected a divisor of experts={experts}")
+    d.require(1 <= part.topk_group <= part.n_group, f"topk_group is {part.topk_group}, expected 1 to n_group={part.n_group}")
+    most = min(experts // part.n_group * part.topk_group, 16)
+    d.require(slots <= most, f"slots is {slots}, expected at most {most}")
+    args.part_router = step_router_args(
+        bias=part.bias.address,
+        ids=part.ids.address,
+        weights=part.weights.address,
+        arrivals=part.arrivals.address,
+        experts=experts,
+        k=slots,
+        n_group=part.n_group,
+        topk_group=part.topk_group,
+        normalise=int(part.normalise),
+        scaling=part.scaling,
+    )
+
+
+def cost_gemv(x: Array, segments: Sequence[Segment], *, norm: Array | None = None, h: Array | None = None, residual: Array | None = None) -> Cost:
+    """Of `gemv` without its part: every operand once, weights as they are stored."""
+    rows, k = x.shape
+    arrays = [x, *(segment.y for segment in segments), *(a for a in (norm, h, residual) if a is not None)]
+    weights = sum(segment.weight.nbytes for segment in segments)
+    products = sum(segment.weight.shape[0] for segment in segments)
+    return Cost(sum(a.nbytes for a in arrays) + weights, rows * k * (2 * products + (4 if norm is not None else 0)))
+
+
+def cost_per_head(x: Array, weight: Matrix, y: Array) -> Cost:
+    """Of `per_head` without its part; only the first k columns of a head of x are read."""
+    heads, n, k = weight.shape
+    rows = x.shape[0]
+    return Cost(rows * heads * k * x.dtype.item_bytes + weight.nbytes + y.nbytes, 2 * rows * heads * n * k)

@@ -1,0 +1,153 @@
+"""Routed experts of a decode step: gate and up with SiLU, then down of routed and shared experts. Kernels: step_experts.hip.
+
+Weights in any format (`Matrix`), few rows. docs/decisions/0004-step-graph.md has the order of additions; a row's bits depend on its own x, ids
+and weights only. pair = row * slots + slot. T: f32 or bf16 activations.
+"""
+
+from __future__ import annotations
+
+from glm53.hip import Array, Stream
+from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
+from glm53.ops.matrix import GROUP, Matrix
+from glm53.ops.step_args import step_down_args, step_experts_args
+from glm53.spec import DType, WeightFormat
+
+_T = (DType.F32, DType.BF16)
+_CODES = {WeightFormat.F32: DType.F32, WeightFormat.BF16: DType.BF16, WeightFormat.Q8G64: DType.U8, WeightFormat.Q4G64: DType.U8}
+
+
+def _match_weight(d: Dims, name: str, matrix: Matrix, *dims: str) -> None:
+    """Binds or compares [.., k] of a matrix. One expert's matrix is below 4 GiB, and what is read in 16 bytes is aligned to them."""
+    for axis, (dim, size) in enumerate(zip(dims, matrix.shape, strict=True)):
+        d.bind(dim, size, f"{name} dim {axis}")
+    d.match(name, matrix.codes, *(None,) * len(dims), dtype=_CODES[matrix.format])
+    n, k = matrix.shape[-2:]
+    d.require(n * k * matrix.format.bits // 8 < U32_LIMIT, f"{name} has {n} x {k} weights a matrix, expected less than 4 GiB")
+    if matrix.format.quantised:
+        _require_aligned(d, f"{name} codes", matrix.codes)
+
+
+def _require_aligned(d: Dims, name: str, array: Array) -> None:
+    d.require(array.address % 16 == 0, f"{name} is at address {array.address:#x}, expected a multiple of 16 where weights are quantised")
+
+
+def _scales(matrix: Matrix) -> int | None:
+    return None if matrix.scales is None else matrix.scales.address
+
+
+def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) -> None:
+    """act[r, s] = T(T(silu(gate)) * up), gate and up = T(x[r] @ w^T) with the gate and the up rows of expert ids[r, s].
+
+    x [rows, k] T, ids [rows, slots] i32, weight [experts, 2 * n, k] (n gate rows, then n up rows), act [rows, slots, n] T. An id outside
+    [0, experts) gives zeros. Fast for few rows, right for any number. Raises ContractError. Source: as matmul and silu_mul round.
+    """
+    d = Dims("step_experts")
+    d.match("x", x, "rows", "k", dtype=_T)
+    d.match("ids", ids, "rows", "slots", dtype=DType.I32)
+    _match_weight(d, "weight", weight, "experts", "2n", "k")
+    d.require(d["2n"] % 2 == 0, f"weight dim 1 is {d['2n']}, expected gate and up rows, an even number")
+    d.bind("n", d["2n"] // 2, "weight dim 1 / 2")
+    d.match("act", act, "rows", "slots", "n", dtype=x.dtype)
+    d.distinct("act", act, "x", x)
+    if weight.format.quantised:
+        _require_aligned(d, "x", x)
+    name = f"step_experts_{x.dtype.label}_{weight.format.label}"
+    args = step_experts_args(
+        x=x.address,
+        ids=ids.address,
+        codes=weight.codes.address,
+        scales=_scales(weight),
+        act=act.address,
+        rows=d["rows"],
+        slots=d["slots"],
+        experts=d["experts"],
+        n=d["n"],
+        k=d["k"],
+        format=weight.format,
+    )
+    launch(stream, name, (d["rows"] * d["slots"], ceil_div(d["n"], stream.device.kernel(name).constants["cols"]), 1), args)
+
+
+def down(
+    stream: Stream,
+    act: Array,
+    ids: Array,
+    weights: Array,
+    weight: Matrix,
+    shared_act: Array,
+    shared: Matrix,
+    residual: Array,
+    y: Array,
+) -> None:
+    """y[r] = T(residual[r] + T(T(sum over s of weights[r, s] * T(act[r, s] @ down^T)) + T(shared_act[r] @ shared^T))), slots ascending.
+
+    act [rows, slots, k] T, ids [rows, slots] i32, weights [rows, slots] f32, weight [experts, n, k], shared_act [rows, shared_k] T, shared
+    [n, shared_k], residual and y [rows, n] T; y may be residual. slots <= 16. The formats of weight and shared are independent. An id outside
+    [0, experts) adds zeros. Raises ContractError. Source: rounding of transformers' grouped_mm experts, as `expert_sum`.
+    """
+    d = Dims("step_down")
+    d.match("act", act, "rows", "slots", "k", dtype=_T)
+    d.match("ids", ids, "rows", "slots", dtype=DType.I32)
+    d.match("weights", weights, "rows", "slots", dtype=DType.F32)
+    _match_weight(d, "weight", weight, "experts", "n", "k")
+    d.match("shared_act", shared_act, "rows", "shared_k", dtype=act.dtype)
+    _match_weight(d, "shared", shared, "n", "shared_k")
+    for label, array in (("residual", residual), ("y", y)):
+        d.match(label, array, "rows", "n", dtype=act.dtype)
+    d.distinct("y", y, "act", act)
+    d.distinct("y", y, "shared_act", shared_act)
+    for label, matrix, array in (("act", weight, act), ("shared_act", shared, shared_act)):
+        if matrix.format.quantised:
+            _require_aligned(d, label, array)
+    name = f"step_down_{act.dtype.label}_{weight.format.label}"
+    limits = stream.device.kernel(name).constants
+    d.require(d["slots"] <= limits["slots_max"], f"slots is {d['slots']}, expected at most {limits['slots_max']}")
+    args = step_down_args(
+        act=act.address,
+        ids=ids.address,
+        weights=weights.address,
+        codes=weight.codes.address,
+        scales=_scales(weight),
+        shared_act=shared_act.address,
+        shared_codes=shared.codes.address,
+        shared_scales=_scales(shared),
+        residual=residual.address,
+        y=y.address,
+        rows=d["rows"],
+        slots=d["slots"],
+        experts=d["experts"],
+        n=d["n"],
+        k=d["k"],
+        shared_k=d["shared_k"],
+        format=weight.format,
+        shared_format=shared.format,
+    )
+    launch(stream, name, (d["rows"], ceil_div(d["n"], limits["cols"]), 1), args)
+
+
+def _matrix_bytes(n: int, k: int, weight_format: WeightFormat) -> int:
+    return n * k * weight_format.bits // 8 + (n * (k // GROUP) * 2 if weight_format.quantised else 0)
+
+
+def cost_experts(rows: int, slots: int, active_experts: int, n: int, k: int, item_bytes: int, weight_format: WeightFormat) -> Cost:
+    """Cost with the weights of each of `active_experts` read once."""
+    pairs = rows * slots
+    data = rows * k * item_bytes + pairs * (n * item_bytes + 4)
+    return Cost(bytes=data + active_experts * _matrix_bytes(2 * n, k, weight_format), flops=pairs * (4 * n * k + 5 * n))
+
+
+def cost_down(
+    rows: int,
+    slots: int,
+    active_experts: int,
+    n: int,
+    k: int,
+    shared_k: int,
+    item_bytes: int,
+    weight_format: WeightFormat,
+    shared_format: WeightFormat,
+) -> Cost:
+    """Cost with the weights of each of `active_experts` and of the shared expert read once."""
+    data = rows * (slots * (k * item_bytes + 8) + (shared_k + 2 * n) * item_bytes)
+    held = active_experts * _matrix_bytes(n, k, weight_format) + _matrix_bytes(n, shared_k, shared_format)
+    return Cost(bytes=data + held, flops=rows * n * (2 * slots * k + 2 * shared_k + 2 * slots + 2))

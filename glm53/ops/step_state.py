@@ -1,0 +1,151 @@
+"""First and last kernel of a decode step, and the record of a step that the host reads. Kernels: step_state.hip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from glm53.hip import Array, Stream
+from glm53.ops.args import Args
+from glm53.ops.contract import Dims, ceil_div, launch, variant
+from glm53.ops.history import ExtentLayout
+from glm53.ops.sampling import ROW_BYTES
+from glm53.ops.step_args import step_begin_args, step_end_args
+from glm53.spec import DType
+
+RECORD_HEAD_WORDS = 2  # step number, row error
+
+
+@dataclass(frozen=True)
+class RowPlace:
+    """Where new rows go. tables [sessions, extents] u64: into extents; states [sessions, STATE_BYTES] u8: into the hot buffer."""
+
+    shape: ExtentLayout
+    tables: Array | None = None
+    states: Array | None = None
+    ring_rows: int = 0
+
+
+def begin(stream: Stream, tokens: Array, embed: Array, x: Array, positions: Array, sessions: Array, refs: Array, place: RowPlace) -> None:
+    """x[r] = embed[tokens[r]] (NaN for a token outside the vocabulary) and refs[r] = reference of row positions[r] of its session (0: padding).
+
+    tokens, positions, sessions [rows] i32; embed [vocab, hidden] W; x [rows, hidden] T; refs [rows] u64. Variants T_W: f32_f32, f32_bf16, bf16_bf16.
+    """
+    d = Dims("step_begin")
+    for name, array in (("tokens", tokens), ("positions", positions), ("sessions", sessions)):
+        d.match(name, array, "rows", dtype=DType.I32)
+    d.match("embed", embed, "vocab", "hidden", dtype=(DType.F32, DType.BF16))
+    d.match("x", x, "rows", "hidden", dtype=(DType.F32, DType.BF16))
+    d.match("refs", refs, "rows", dtype=DType.U64)
+    d.require((place.tables is None) is not (place.states is None), "place has tables and states, expected exactly one of them")
+    name = variant("step_begin", ("f32_f32", "f32_bf16", "bf16_bf16"), x.dtype, embed.dtype)
+    args = step_begin_args(
+        table=embed.address,
+        tokens=tokens.address,
+        x=x.address,
+        sessions=sessions.address,
+        positions=positions.address,
+        tables=0 if place.tables is None else place.tables.address,
+        states=0 if place.states is None else place.states.address,
+        refs=refs.address,
+        hidden=d["hidden"],
+        vocab=d["vocab"],
+        place=1 if place.states is None else 2,
+        table_stride=0 if place.tables is None else place.tables.shape[1],
+        extent_rows=place.shape.extent_rows,
+        row_bytes=place.shape.row_bytes,
+        ring_rows=place.ring_rows,
+    )
+    launch(stream, name, (d["rows"], ceil_div(d["hidden"], stream.device.kernel(name).constants["cols"]), 1), args)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a step drew, on the device, and where its record goes.
+
+    tokens [rows] i32, logprobs [rows] f32, tops None or (ids [rows, n] i32, logprobs [rows, n] f32), positions [rows] i32,
+    params [rows, ROW_BYTES] u8; ring [steps, words] u32 in host memory as the device sees it, steps a power of two.
+    """
+
+    tokens: Array
+    logprobs: Array
+    tops: tuple[Array, Array] | None
+    positions: Array
+    params: Array
+    ring: Ring
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Records of the last steps in host memory: `words` [steps, record_words] u32 there, `device_address` for kernels."""
+
+    words: np.ndarray
+    device_address: int
+
+    def __post_init__(self) -> None:
+        steps = self.words.shape[0]
+        if self.words.dtype != np.uint32 or steps & (steps - 1):
+            raise ValueError(f"ring: got {self.words.dtype} for {steps} steps, wanted uint32 for a power of two")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step as the ring has it. row_error: 1 + a row that could not be quantised, or 0. Arrays by row; tops None or (ids, logprobs) [rows, n]."""
+
+    step: int
+    row_error: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    tops: tuple[np.ndarray, np.ndarray] | None
+
+
+def record_words(rows: int, tops: int) -> int:
+    """Words of a record."""
+    return RECORD_HEAD_WORDS + rows * (2 + 2 * tops)
+
+
+def read_record(ring: Ring, step: int, rows: int, tops: int) -> Record:
+    """The record of step number `step`, which has been completed: waited for by its event."""
+    words = ring.words[step % ring.words.shape[0]]
+    body = words[RECORD_HEAD_WORDS : record_words(rows, tops)].reshape(rows, 2 + 2 * tops).copy()
+    split = (body[:, 2 : 2 + tops].view(np.int32), body[:, 2 + tops :].view(np.float32)) if tops else None
+    return Record(int(words[0]), int(words[1]), body[:, 0].view(np.int32), body[:, 1].view(np.float32), split)
+
+
+def end(stream: Stream, counter: Array, error: Array, rounds: Array, states: Array | None, draws: Draws | None) -> None:
+    """Moves on what changes from step to step: counter [1] u32, round tags in states [sessions, STATE_BYTES] u8 of the sessions in rounds
+    [rounds] i32 (negative: padding), and with `draws` positions and sampling counters by one, after writing the record of the step. error [1] u32.
+    """
+    d = Dims("step_end")
+    d.match("counter", counter, 1, dtype=DType.U32)
+    d.match("error", error, 1, dtype=DType.U32)
+    d.match("rounds", rounds, "rounds", dtype=DType.I32)
+    args: Args = step_end_args(
+        states=0 if states is None else states.address,
+        round_sessions=rounds.address,
+        error=error.address,
+        counter=counter.address,
+        rounds=d["rounds"],
+    )
+    if draws is not None:
+        _add_draws(d, args, draws)
+    launch(stream, "step_end", (1, 1, 1), args)
+
+
+def _add_draws(d: Dims, args: Args, draws: Draws) -> None:
+    d.match("tokens", draws.tokens, "rows", dtype=DType.I32)
+    d.match("logprobs", draws.logprobs, "rows", dtype=DType.F32)
+    d.match("positions", draws.positions, "rows", dtype=DType.I32)
+    d.match("params", draws.params, "rows", ROW_BYTES, dtype=DType.U8)
+    tops = 0
+    if draws.tops is not None:
+        d.match("top ids", draws.tops[0], "rows", "tops", dtype=DType.I32)
+        d.match("top logprobs", draws.tops[1], "rows", "tops", dtype=DType.F32)
+        tops = d["tops"]
+        args.top_ids, args.top_logprobs = draws.tops[0].address, draws.tops[1].address
+    steps, words = draws.ring.words.shape
+    needed = record_words(d["rows"], tops)
+    d.require(needed <= words, f"ring records have {words} words, expected at least {needed} for {d['rows']} rows and {tops} tops")
+    args.tokens, args.logprobs, args.positions, args.params = (a.address for a in (draws.tokens, draws.logprobs, draws.positions, draws.params))
+    args.ring, args.rows, args.tops, args.ring_steps, args.record_words = draws.ring.device_address, d["rows"], tops, steps, words

@@ -1,0 +1,137 @@
+"""Requests of an engine: a prompt with its sampling settings, what it has drawn so far, and what callers see of that."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from glm53.errors import Glm53Error, InputError
+from glm53.model.decode import StepRow, Ticket
+from glm53.model.sampler import Drawn, DrawRow
+from glm53.sampling import SamplingParams
+from glm53.sched.queue import Queue
+from glm53.tokenizer import StopMatcher, StreamDecoder
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token under the raw logits (natural log), and of the most probable ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), most probable first
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to one request. `text` may lag behind the tokens: it never holds half a character or a possible stop string."""
+
+    index: int  # which of the prompts given
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None  # None: goes on; "stop": end-of-sequence token or stop string; "length": max_tokens or context limit
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. Given to SamplingParams, `seed` repeats it."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # an end-of-sequence token is not part of it
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...]
+    seed: int
+
+
+@dataclass
+class Request:
+    """One running request: its tokens and what turns them into text."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    decoder: StreamDecoder | None
+    matcher: StopMatcher
+    slot: int = -1  # of both stores while it runs
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def draw_row(self) -> DrawRow:
+        """How it draws its next token."""
+        return DrawRow(self.slot, self.params, self.seed, len(self.prompt) + len(self.tokens))
+
+    def step_row(self) -> StepRow:
+        """Its next decode row, from the token drawn last."""
+        return StepRow(self.draw_row(), self.tokens[-1])
+
+    def ends_next(self, context_rows_max: int) -> bool:
+        """Whether the token being drawn is its last, whatever it is."""
+        tokens = len(self.tokens) + 1
+        return tokens >= self.params.max_tokens or len(self.prompt) + tokens >= context_rows_max
+
+    def accept(self, drawn: Drawn, eos_token_ids: Sequence[int], context_rows_max: int) -> Chunk:
+        """Takes a drawn token into the request and says what it adds. Raises Glm53Error if there was none to draw."""
+        token, params = drawn.token_id, self.params
+        if token < 0:
+            raise Glm53Error(
+                f"the logits for position {len(self.prompt) + len(self.tokens)} hold no finite number; check the weights (--check-weights), "
+                "then the device (glm53 selftest)"
+            )
+        ends = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
+        text = ""
+        if not ends:
+            self.tokens.append(token)
+            text = self.matcher.push(self.decoder.push(token)) if self.decoder else ""
+        if ends or self.matcher.stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= params.max_tokens or len(self.prompt) + len(self.tokens) >= context_rows_max:
+            self.finish_reason = "length"
+        if self.finish_reason and self.decoder and not self.matcher.stopped:
+            text += self.matcher.push(self.decoder.finish()) + self.matcher.finish()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if params.logprobs is not None and not ends:
+            logprobs = (TokenLogprob(token, drawn.logprob, drawn.top[: params.logprobs]),)
+        return Chunk(self.index, text, () if ends else (token,), logprobs, self.finish_reason)
+
+
+@dataclass
+class Batch:
+    """Requests that run together, and their step in flight: its rows are `serials`, some of which may have ended since."""
+
+    queue: Queue
+    by_serial: dict[int, Request]
+    serials: tuple[int, ...] = ()
+    ticket: Ticket | None = None
+
+
+def fresh_seed() -> int:
+    """A seed from the system's entropy."""
+    return secrets.randbits(64)
+
+
+def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """One prompt, rather than a list of prompts. Raises InputError for what is neither."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    if not isinstance(prompts, (list, tuple)):
+        raise InputError(f"prompts: got {type(prompts).__name__}, wanted a text, a list of token ids, or a list of such prompts")
+    return bool(prompts) and not any(isinstance(p, (str, list, tuple, np.ndarray)) for p in prompts)
+
+
+def integers(ids: Sequence[int]) -> list[int]:
+    if not isinstance(ids, (list, tuple, np.ndarray)):
+        raise InputError(f"prompt: got {type(ids).__name__}, wanted a text or a list of token ids")
+    wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer))]
+    if wrong:
+        raise InputError(f"prompt: got {wrong[0]!r} among the token ids, wanted integers")
+    return [int(i) for i in ids]

@@ -1,0 +1,15 @@
+// fast.h - the fast forms of kernels on the host: included once, by kernels.hip, behind the kernels themselves.
+#pragma once
+#include "blocks.h"
+#include "lanes.h"
+#include "matmul_tile.h"
+#include "attention_rows.h"
+#include "index_scores.h"
+#include "rows_of_values.h"
+#include "selections.h"
+#include "history_stores.h"
+#include "step_products.h"
+#include "step_gemv_rows.h"
+#include "step_expert_rows.h"
+#include "step_attention_rows.h"
+#include "step_selections.h"

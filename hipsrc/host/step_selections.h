@@ -1,0 +1,132 @@
+// step_selections.h - step_score_* and step_topk of the fast host build: step_select.hip's scores (in the order of indexer.hip), and its selection by
+// other means, since integers alone decide it.
+#pragma once
+
+namespace {
+namespace host {
+namespace step_selections {
+
+using step_select::BIN_SHIFT;
+using step_select::BINS;
+
+// True once all `blocks` blocks of a row have arrived, `count` of them now. Leaves the counter at 0.
+DEVICE bool arrive(uint32_t* arrivals, uint32_t count, uint32_t blocks) {
+  if (__atomic_fetch_add(arrivals, count, __ATOMIC_ACQ_REL) + count != blocks) return false;
+  __atomic_store_n(arrivals, 0u, __ATOMIC_RELAXED);
+  return true;
+}
+
+// First position of the share of block `block`: whole tiles of keys.
+DEVICE uint32_t share(uint32_t n, uint32_t block, uint32_t blocks) {
+  uint32_t at = (uint32_t)((uint64_t)n * block / blocks) / scores::TILE * scores::TILE;
+  return block == blocks ? n : at;
+}
+
+// Blocks [begin, end) of one row.
+template <class T> bool score_row(scores::Query& s, const step_score_args& a, Blocks& b, uint32_t row, uint32_t begin, uint32_t end) {
+  int32_t position = ((const int32_t*)a.positions)[row];
+  if (position < (int32_t)a.k) return true;
+  uint32_t n = (uint32_t)position + 1u, pitch = (a.dim + LANES - 1) / LANES * LANES, counted[BINS] = {};
+  float* out = (float*)a.scores + (uint64_t)row * a.score_stride;
+  scores::load_query<T>(s, a, row, pitch);
+  for (uint32_t p = share(n, begin, a.blocks), last = share(n, end, a.blocks); p < last; p += scores::TILE) {
+    uint32_t count = last - p < scores::TILE ? last - p : scores::TILE;
+    if (!scores::load_keys<T>(s, a, b, p, count, pitch)) return false;
+    scores::score_keys(s, a, pitch, count, out + p);
+    for (uint32_t i = 0; i < count; i++) counted[order_key(out[p + i]) >> BIN_SHIFT]++;
+  }
+  uint32_t* histogram = (uint32_t*)a.histogram + (uint64_t)row * BINS;
+  for (uint32_t i = 0; i < BINS; i++) {
+    if (counted[i]) global_add(&histogram[i], counted[i]);
+  }
+  if (!arrive((uint32_t*)a.arrivals + row, end - begin, a.blocks)) return true;
+  uint32_t bin = BINS, above = 0;
+  while (bin-- && above + histogram[bin] < a.k) above += histogram[bin];
+  ((uint32_t*)a.threshold)[row * 2u] = bin;
+  ((uint32_t*)a.threshold)[row * 2u + 1u] = a.k - above;
+  return true;
+}
+
+// Calls body(row, begin, end) for the stretch of blocks of each row. Grid: blocks, rows.
+template <class Body> DEVICE bool each_row(const Blocks& b, const Body& body) {
+  for (uint64_t block = b.first; block < b.last;) {
+    uint64_t row = block / b.grid.x, end = (row + 1) * b.grid.x < b.last ? (row + 1) * b.grid.x : b.last;
+    if (!body((uint32_t)row, (uint32_t)(block % b.grid.x), (uint32_t)(end - row * b.grid.x))) return false;
+    block = end;
+  }
+  return true;
+}
+
+template <class T> bool score(const step_score_args& a, Blocks& b) {
+  scores::Query s;
+  return each_row(b, [&](uint32_t row, uint32_t begin, uint32_t end) { return score_row<T>(s, a, b, row, begin, end); });
+}
+
+// step_select::emit of the whole row: positions ascending, `count` of them.
+DEVICE void emit(const step_topk_args& a, uint32_t row, const int32_t* chosen, uint32_t count) {
+  step_select::placing where = step_select::open_place(a, row);
+  for (uint32_t i = 0; i < a.k; i++) {
+    int32_t position = i < count ? chosen[i] : -1;
+    uint64_t reference = 0;
+    if (position >= 0 && a.place == 1) {
+      reference = hotcache::extent_row(where.table, (uint32_t)position, a.extent_rows, a.row_bytes) | hotcache::EXTENT;
+    } else if (position >= 0 && a.place == 2) {
+      int32_t slot = where.s.slot_of[position];
+      reference = hotcache::look_up(where.h, where.s, position, slot, where.s.filled[slot < 0 ? 0 : slot]);
+    }
+    ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = position;
+    if (a.place) ((uint64_t*)a.plan)[(uint64_t)row * a.k + i] = reference;
+  }
+  ((int32_t*)a.counts)[row] = (int32_t)count;
+}
+
+// The selection of one row, by the call that has its block 0. What the blocks exchange on a device (bitmap, candidates, arrivals) stays as it is.
+inline bool select(const step_topk_args& a, Blocks& b, uint32_t row) {
+  int32_t position = ((const int32_t*)a.positions)[row];
+  int32_t chosen[step_select::K_MAX];
+  if (position < (int32_t)a.k) {
+    for (int32_t i = 0; i <= position; i++) chosen[i] = i;
+    emit(a, row, chosen, (uint32_t)(position + 1));
+    return true;
+  }
+  uint32_t n = (uint32_t)position + 1u, bin = ((const uint32_t*)a.threshold)[row * 2u], wanted = ((const uint32_t*)a.threshold)[row * 2u + 1u];
+  memset((uint32_t*)a.histogram + (uint64_t)row * BINS, 0, BINS * sizeof(uint32_t));
+  if (a.drawn) {
+    const int32_t* drawn = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < a.k; i++) count += drawn[i] >= 0 ? 1u : 0u;
+    emit(a, row, drawn, count);
+    return true;
+  }
+  uint32_t* keys = (uint32_t*)b.scratch(3 * (size_t)n + 2);
+  if (!keys) return false;
+  uint32_t *inside = keys + n, count = 0, taken = 0;
+  const float* scores = (const float*)a.scores + (uint64_t)row * a.score_stride;
+  for (uint32_t p = 0; p < n; p++) {
+    keys[p] = order_key(scores[p]);
+    inside[count] = keys[p];
+    count += keys[p] >> BIN_SHIFT == bin ? 1u : 0u;
+  }
+  uint32_t limit = selections::boundary(inside, count, wanted, inside + n + 1, &wanted);
+  for (uint32_t p = 0; p < n && taken < a.k; p++) {
+    uint32_t equal = keys[p] == limit && wanted ? 1u : 0u;
+    wanted -= equal;
+    chosen[taken] = (int32_t)p;
+    taken += keys[p] > limit ? 1u : equal;
+  }
+  emit(a, row, chosen, a.k);
+  return true;
+}
+
+inline bool topk(const step_topk_args& a, Blocks& b) {
+  return each_row(b, [&](uint32_t row, uint32_t begin, uint32_t) { return begin != 0 || select(a, b, row); });
+}
+
+}  // namespace step_selections
+
+FAST_KERNEL(step_score_f32, step_score_args, step_selections::score<float>);
+FAST_KERNEL(step_score_bf16, step_score_args, step_selections::score<bf16>);
+FAST_KERNEL(step_topk, step_topk_args, step_selections::topk);
+
+}  // namespace host
+}  // namespace

@@ -1,0 +1,99 @@
+"""What the products of a decode step refuse, and what their cost functions count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from glm53.hip import Array, Device
+from glm53.ops import step
+from glm53.ops.contract import ContractError
+from glm53.ops.matrix import Matrix
+from glm53.ops.step import Epilogue, Rope, Segment
+from glm53.spec import DType, RowFormat, WeightFormat
+
+F32, BF16 = DType.F32, DType.BF16
+Make = Callable[..., Array]
+
+
+def quantised(make: Make, n: int, k: int) -> Matrix:
+    return Matrix(make(DType.U8, n, k), make(DType.U16, n, k // 64), WeightFormat.Q8G64)
+
+
+def test_segments_are_matched(device: Device, make: Make) -> None:
+    stream, x = device.default_stream, make(BF16, 2, 128)
+    weight, y = Matrix.plain(make(BF16, 6, 128)), make(BF16, 2, 6)
+    with pytest.raises(ContractError, match="got 0 segments, expected 1 to 4"):
+        step.gemv(stream, x, [])
+    with pytest.raises(ContractError, match="weight 0 dim 1 is 64, expected k=128"):
+        step.gemv(stream, x, [Segment(quantised(make, 6, 64), y)])
+    with pytest.raises(ContractError, match=r"weight 0 dim 0 is 6, expected 12 \(bound by y 0 dim 1\)"):
+        step.gemv(stream, x, [Segment(weight, y, Epilogue.SILU)])
+    with pytest.raises(ContractError, match="y 0 is bf16, expected f32"):
+        step.gemv(stream, x, [Segment(weight, y, Epilogue.STORE_F32)])
+    with pytest.raises(ContractError, match="segment 0 is RESIDUAL and residual is None"):
+        step.gemv(stream, x, [Segment(weight, y, Epilogue.RESIDUAL)])
+    with pytest.raises(ContractError, match="x and y 0 overlap"):
+        step.gemv(stream, x, [Segment(Matrix.plain(make(BF16, 128, 128)), x)])
+
+
+def test_norm_and_h(device: Device, make: Make) -> None:
+    stream, x = device.default_stream, make(F32, 1, 64)
+    segment = Segment(quantised(make, 4, 64), make(F32, 1, 4))
+    with pytest.raises(ContractError, match=r"eps is 0\.0, expected a positive number"):
+        step.gemv(stream, x, [segment], norm=make(F32, 64))
+    with pytest.raises(ContractError, match="h is given, expected a norm with it"):
+        step.gemv(stream, x, [segment], h=make(F32, 1, 64))
+
+
+def test_rope_needs_even_numbers_and_positions(device: Device, make: Make) -> None:
+    stream, x = device.default_stream, make(F32, 1, 64)
+    weight, y, inv_freq, positions = quantised(make, 12, 64), make(F32, 1, 12), make(F32, 2), make(DType.I32, 1)
+    with pytest.raises(ContractError, match="expected a rope exactly for ROPE"):
+        step.gemv(stream, x, [Segment(weight, y, Epilogue.ROPE)])
+    with pytest.raises(ContractError, match="segment 0 turns columns, expected positions and inv_freq"):
+        step.gemv(stream, x, [Segment(weight, y, Epilogue.ROPE, Rope(6, 2, 4))])
+    for rope, text in (
+        (Rope(6, 1, 4), "expected even numbers"),
+        (Rope(6, 4, 4), "columns within the head"),
+        (Rope(8, 0, 4), "multiple of head_stride=8"),
+    ):
+        with pytest.raises(ContractError, match=text):
+            step.gemv(stream, x, [Segment(weight, y, Epilogue.ROPE, rope)], positions=positions, inv_freq=inv_freq)
+    with pytest.raises(ContractError, match="turns 2 columns, expected 4"):
+        step.gemv(stream, x, [Segment(weight, y, Epilogue.ROPE, Rope(6, 0, 2))], positions=positions, inv_freq=inv_freq)
+
+
+def test_per_head_limits(device: Device, make: Make) -> None:
+    stream, x, y = device.default_stream, make(BF16, 2, 3, 40), make(BF16, 2, 3, 8)
+    with pytest.raises(ContractError, match="weight dim 2 is 48, expected at most columns=40"):
+        step.per_head(stream, x, Matrix.plain(make(BF16, 3, 8, 48)), y)
+    with pytest.raises(ContractError, match="part is RouterPart, expected GivePart or FetchPart"):
+        part = step.RouterPart(make(F32, 8), make(DType.I32, 2, 2), make(F32, 2, 2), make(DType.U32, 1), 1, 1, True, 1.0)
+        step.per_head(stream, x, Matrix.plain(make(BF16, 3, 8, 40)), y, part)
+
+
+def test_parts_are_matched(device: Device, make: Make) -> None:
+    stream, x = device.default_stream, make(BF16, 2, 64)
+    logits, y = make(F32, 2, 8), make(BF16, 2, 8)
+    router = step.RouterPart(make(F32, 8), make(DType.I32, 2, 9), make(F32, 2, 9), make(DType.U32, 1), 1, 1, True, 1.0)
+    with pytest.raises(ContractError, match="segment 0 is STORE, expected STORE_F32"):
+        step.gemv(stream, x, [Segment(quantised(make, 8, 64), y)], part=router)
+    with pytest.raises(ContractError, match="slots is 9, expected at most 8"):
+        step.gemv(stream, x, [Segment(quantised(make, 8, 64), logits, Epilogue.STORE_F32)], part=router)
+    row = step.RowsPart(make(BF16, 2, 72), make(BF16, 64), 1e-6, make(DType.U64, 2), (0, 0, 0, 0), RowFormat.Q8G64, 64)
+    segments = [Segment(quantised(make, 8, 64), y)]
+    options = {"positions": make(DType.I32, 2), "inv_freq": make(F32, 4)}
+    with pytest.raises(ContractError, match="RowsPart turns columns"):
+        step.gemv(stream, x, segments, part=row)
+    with pytest.raises(ContractError, match="error is None"):
+        step.gemv(stream, x, segments, part=row, **options)
+
+
+def test_costs_count_weights_as_stored(make: Make) -> None:
+    x, weight, y = make(BF16, 2, 128), quantised(make, 6, 128), make(BF16, 2, 6)
+    cost = step.cost_gemv(x, [Segment(weight, y)])
+    assert (cost.bytes, cost.flops) == (2 * 128 * 2 + 6 * 128 + 6 * 2 * 2 + 2 * 6 * 2, 2 * 2 * 6 * 128)
+    heads = step.cost_per_head(make(BF16, 2, 3, 100), Matrix.plain(make(BF16, 3, 5, 64)), make(BF16, 2, 3, 5))
+    assert (heads.bytes, heads.flops) == (2 * 3 * 64 * 2 + 3 * 5 * 64 * 2 + 2 * 3 * 5 * 2, 2 * 2 * 3 * 5 * 64)
