@@ -539,7 +539,7 @@ def prefill(m: Maker) -> Iterator[list[Point]]:
     for op, n, k in (("q_a", s.q_lora, s.hidden), ("q_b", s.heads * s.head_dim, s.q_lora), ("o", s.hidden, s.heads * s.v)):
         x, y, one = m.draw(count, k), m.empty(T, count, n), m.matrix(Q8, n, k)
         weights = [one, *(m.matrix(Q8, n, k) for _ in range(min(8, m.copies(one.nbytes)) - 1))]
-        launches = tuple(partial(matmul.matmul, m.stream, x, w, y, kind="tile") for w in weights)
+        launches = tuple(partial(matmul.matmul, m.stream, x, w, y) for w in weights)
         yield [Point(op, "matmul_tile_bf16_q8g64_bf16", f"{k} -> {n}", count, launches, matmul.cost_matmul(x, one, y))]
     store = history_rows(m, max(2 * s.topk, m.copies(s.row_bytes * s.topk) * s.topk))
     q, q_latent, out = m.draw(count, s.heads, s.head_dim), m.draw(count, s.heads, s.latent), m.empty(T, count, s.heads, s.latent)

@@ -130,7 +130,7 @@ class Product:
     fill: str = "normal"  # normal, zero_rows, huge
 
 
-def _product(kind: str, product: Product, types: tuple[DType, DType, DType], device: Device) -> Comparison:
+def _product(product: Product, types: tuple[DType, DType, DType], device: Device) -> Comparison:
     rows, n, k = product.rows, product.n, product.k
     x, w, residual = draw(8, (rows, k), types[0]), draw(9, (n, k), types[1]), draw(10, (rows, n), types[2])
     if product.fill == "zero_rows":
@@ -144,17 +144,17 @@ def _product(kind: str, product: Product, types: tuple[DType, DType, DType], dev
     with Bench(device) as bench:
         start = bench.put(residual, types[2])
         y = start if product.residual == "in_place" else bench.poison(types[2], (rows, n))
-        matmul.matmul(bench.stream, bench.put(x, types[0]), Matrix.plain(bench.put(w, types[1])), y, None if given is None else start, kind)
-        return compare(f"matmul {kind}", bench.read(y), want, MATMUL_TOLERANCE[types[2]], scale)
+        matmul.matmul(bench.stream, bench.put(x, types[0]), Matrix.plain(bench.put(w, types[1])), y, None if given is None else start)
+        return compare("matmul", bench.read(y), want, MATMUL_TOLERANCE[types[2]], scale)
 
 
-def _per_head(kind: str, rows: int, heads: int, n: int, k: int, columns: int, dtype: DType, device: Device) -> Comparison:
+def _per_head(rows: int, heads: int, n: int, k: int, columns: int, dtype: DType, device: Device) -> Comparison:
     x, w = draw(11, (rows, heads, columns), dtype), draw(12, (heads, n, k), dtype)
     want, scale = reference.matmul(x[..., :k].transpose(1, 0, 2), w, None, dtype)
     with Bench(device) as bench:
         y = bench.poison(dtype, (rows, heads, n))
-        matmul.per_head(bench.stream, bench.put(x, dtype), Matrix.plain(bench.put(w, dtype)), y, kind)
-        return compare(f"per_head {kind}", bench.read(y), want.transpose(1, 0, 2), MATMUL_TOLERANCE[dtype], scale.transpose(1, 0, 2))
+        matmul.per_head(bench.stream, bench.put(x, dtype), Matrix.plain(bench.put(w, dtype)), y)
+        return compare("per_head", bench.read(y), want.transpose(1, 0, 2), MATMUL_TOLERANCE[dtype], scale.transpose(1, 0, 2))
 
 
 def _bits_alone(name: str, run: Callable[[Bench, np.ndarray], Array], x: np.ndarray, counts: tuple[int, ...], device: Device) -> Comparison:
@@ -168,16 +168,16 @@ def _bits_alone(name: str, run: Callable[[Bench, np.ndarray], Array], x: np.ndar
         return compare(f"{name}: rows in reverse order against each alone", bench.bits(run(bench, x[::-1])), alone[::-1])
 
 
-def _matmul_rows(kind: str, types: tuple[DType, DType, DType], device: Device) -> Comparison:
+def _matmul_rows(types: tuple[DType, DType, DType], device: Device) -> Comparison:
     w = draw(13, (67, 151), types[1])
 
     def run(bench: Bench, x: np.ndarray) -> Array:
         y = bench.poison(types[2], (len(x), 67))
-        matmul.matmul(bench.stream, bench.put(x, types[0]), Matrix.plain(bench.put(w, types[1])), y, kind=kind)
+        matmul.matmul(bench.stream, bench.put(x, types[0]), Matrix.plain(bench.put(w, types[1])), y)
         return y
 
-    x = draw(14, (70 if kind == "tile" else 19, 151), types[0])
-    return _bits_alone(f"matmul {kind}", run, x, (2, 3, 5, 7, 9, len(x)), device)
+    x = draw(14, (70, 151), types[0])
+    return _bits_alone("matmul", run, x, (2, 3, 5, 7, 9, len(x)), device)
 
 
 def _norm_rows(dtype: DType, device: Device) -> Comparison:
@@ -321,17 +321,14 @@ def _matmul_cases() -> list[Case]:
     cases = []
     for types in MATMUL_TYPES:
         label = "_".join(dtype.label for dtype in types)
-        for kind in ("step", "tile"):
-            for p in products:
-                name = f"{label}-{p.rows}x{p.n}x{p.k}-{p.residual}-{p.fill}"
-                cases.append(Case(f"matmul_{kind}", name, partial(_product, kind, p, types)))
-            cases.append(Case(f"matmul_{kind}", f"{label}-rows_alone", partial(_matmul_rows, kind, types)))
-            cases.append(Case(f"matmul_{kind}", f"{label}-long_k", partial(_product, kind, Product(3, 48, 6144), types), thorough=True))
+        for p in products:
+            cases.append(Case("matmul", f"{label}-{p.rows}x{p.n}x{p.k}-{p.residual}-{p.fill}", partial(_product, p, types)))
+        cases.append(Case("matmul", f"{label}-rows_alone", partial(_matmul_rows, types)))
+        cases.append(Case("matmul", f"{label}-long_k", partial(_product, Product(3, 48, 6144), types), thorough=True))
     for dtype in (F32, BF16):
-        for kind in ("step", "tile"):
-            for shape in ((1, 3, 20, 12, 12), (7, 5, 33, 24, 40), (67, 2, 65, 70, 71)):
-                name = f"{dtype.label}-{'x'.join(map(str, shape))}"
-                cases.append(Case(f"per_head_{kind}", name, partial(_per_head, kind, *shape, dtype)))
+        for shape in ((1, 3, 20, 12, 12), (7, 5, 33, 24, 40), (67, 2, 65, 70, 71)):
+            name = f"{dtype.label}-{'x'.join(map(str, shape))}"
+            cases.append(Case("per_head", name, partial(_per_head, *shape, dtype)))
     return cases
 
 

@@ -122,8 +122,8 @@ class Product:
     x_per_slot: bool = False
 
 
-def run_product(case: Product, order_kind: str, device: Device) -> Comparison:
-    """Against the reference, alone against together, and against the plain product of the same class bit by bit."""
+def run_product(case: Product, device: Device) -> Comparison:
+    """Against the reference, alone against together, and against the plain product bit by bit."""
     x_shape = (case.rows, case.slots, case.k) if case.x_per_slot else (case.rows, case.k)
     x, w = draw(21, x_shape, case.x_dtype), draw(22, (case.experts, case.n, case.k), case.w_dtype)
     ids = expert_ids(case.kind, case.rows, case.slots, case.experts)
@@ -133,11 +133,9 @@ def run_product(case: Product, order_kind: str, device: Device) -> Comparison:
         def multiply(of: slice) -> Array:
             some_ids = bench.put(ids[of])
             y = bench.poison(case.x_dtype, (*some_ids.shape, case.n))
-            order = None
-            if order_kind == "tile":
-                order = (bench.poison(DType.I32, (case.experts + 1,)), bench.poison(DType.I32, some_ids.shape))
-                experts.expert_sort(bench.stream, some_ids, *order)
-            experts.expert_matmul(bench.stream, bench.put(x[of], case.x_dtype), weights, y, some_ids, order)
+            order = (bench.poison(DType.I32, (case.experts + 1,)), bench.poison(DType.I32, some_ids.shape))
+            experts.expert_sort(bench.stream, some_ids, *order)
+            experts.expert_matmul(bench.stream, bench.put(x[of], case.x_dtype), weights, y, order)
             return y
 
         together = multiply(slice(0, case.rows))
@@ -148,7 +146,7 @@ def run_product(case: Product, order_kind: str, device: Device) -> Comparison:
         plain = bench.poison(case.x_dtype, (1, case.n))
         row = x[last, -1] if case.x_per_slot else x[last]
         one = Matrix.plain(bench.put(w[ids[last, -1]], case.w_dtype))
-        matmul.matmul(bench.stream, bench.put(row[None], case.x_dtype), one, plain, kind=order_kind)
+        matmul.matmul(bench.stream, bench.put(row[None], case.x_dtype), one, plain)
         compare("plain product", bench.bits(plain)[0], bits[last, -1])
         return result
 
@@ -186,7 +184,7 @@ CASES = [
     Case("experts", "sort-all-on-one", partial(run_sort, "one", 33, 4, 16)),
     Case("experts", "sort-half-empty", partial(run_sort, "half", 257, 4, 16)),
     Case("experts", "sort-1025-pairs", partial(run_sort, "random", 1025, 1, 7)),
-    *(Case("experts", f"{kind}-{case.name}", partial(run_product, case, kind)) for kind in ("step", "tile") for case in _PRODUCTS),
+    *(Case("experts", f"product-{case.name}", partial(run_product, case)) for case in _PRODUCTS),
     Case("experts", "sum-f32", partial(run_sum, 9, 8, 257, DType.F32, False)),
     Case("experts", "sum-f32-in-place", partial(run_sum, 2, 1, 64, DType.F32, True)),
     Case("experts", "sum-bf16", partial(run_sum, 5, 4, 300, DType.BF16, True)),

@@ -19,7 +19,9 @@ from glm53.check.compare import Comparison, compare, worst_of
 from glm53.hip import Array, Device
 from glm53.mem.extents import ExtentShape
 from glm53.ops import step
+from glm53.ops.hotcache import FetchList
 from glm53.ops.matrix import Matrix
+from glm53.ops.rows import FetchPlanes, fetch_list_args
 from glm53.ops.step_select import Drawn, ExtentPlace, HotPlace, Selector, give_args
 from glm53.spec import DType, Space
 
@@ -244,6 +246,32 @@ def run_wide(k: int, rows: int, slots: int, device: Device) -> Comparison:
         return result
 
 
+def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device: Device) -> Comparison:
+    """Part FETCH: the lists of all rounds, dealt over few blocks; plane 1 of host rows into hot slots and staging rows, every byte compared."""
+    k, layers, source_rows = 12, 2, 50
+    rng, starts = np.random.default_rng(row_bytes + blocks), i32([2 * i for i in range(len(counts) + 1)])
+    history = rng.integers(0, 255, (layers, source_rows, row_bytes)).astype(np.uint8)
+    places, rows = rng.permutation(2 * k * len(counts)), rng.integers(0, source_rows, 2 * k * len(counts))
+    want = np.full((2, len(places), row_bytes), 0xFF, np.uint8)  # hot, staging
+    sources, targets = (np.full(len(places), 0xDEAD, np.uint64) for _ in range(2))
+    with Bench(device) as bench, device.host_alloc(history.nbytes, category="check") as host:
+        host.array[:] = history.reshape(-1)
+        hot, staging = bench.poison(DType.U8, (layers, *want.shape[1:])), bench.poison(DType.U8, want.shape[1:])
+        for i, count in enumerate(counts):
+            for entry in range(int(starts[i]) * k, int(starts[i]) * k + count):
+                staged, slot = entry % 3 == 0, int(places[entry])
+                sources[entry] = host.device_address + int(rows[entry]) * row_bytes
+                targets[entry] = slot * row_bytes + (int(Space.STAGING) if staged else hot.address)
+                want[int(staged), slot] = history[1, rows[entry]]
+        fetch = FetchList(bench.put(sources), bench.put(targets), bench.put(np.zeros(1, np.int32)), bench.put(i32(counts)))
+        planes = FetchPlanes(staging, 1, source_rows * row_bytes, want[0].nbytes, 0, row_bytes)
+        part = step.FetchPart(fetch_list_args(fetch, bench.put(starts), range(1, 2), planes, k, blocks), blocks, len(counts))
+        segment = step.Segment(Matrix.plain(bench.put(np.ones((4, 64), np.float32))), bench.poison(DType.F32, (1, 4)))
+        step.gemv(bench.stream, bench.put(np.ones((1, 64), np.float32)), [segment], part=part)
+        compare("plane 0", bench.read(hot)[0], np.full_like(want[0], 0xFF))
+        return worst_of(compare("hot", bench.read(hot)[1], want[0]), compare("staging", bench.read(staging), want[1]))
+
+
 def _case(name: str, run: Callable[[Device], Comparison], thorough: bool = False) -> Case:
     return Case("step-select", name, run, thorough)
 
@@ -258,6 +286,10 @@ CASES = [
     _case("topk-million", partial(run_topk, "random", 2048, (1_048_575,), 1_048_576), thorough=True),
     _case("topk-million-equal", partial(run_topk, "equal", 2048, (1_048_575,), 1_048_576), thorough=True),
     *(_case(f"select-{dtype.label}-r{rows}", partial(run_select, rows, dtype)) for rows in (1, 2, 3, 4, 8, 16) for dtype in (DType.F32, DType.BF16)),
+    *(
+        _case(f"fetch-part-{size}-b{blocks}", partial(run_fetch_part, size, (5, 0, 24, 1, 3), blocks))
+        for size, blocks in ((656, 3), (1152, 1), (16, 4))
+    ),
     _case("give-rules", run_rules),
     _case("give-wide-k300", partial(run_wide, 300, 3, 2000)),
     _case("give-wide-k1025-overflow", partial(run_wide, 1025, 2, 1030)),

@@ -169,7 +169,7 @@ def run_product(p: Product, types: tuple[DType, DType], format: WeightFormat, de
 
         def multiply(matrix: Matrix, inputs: np.ndarray, x_dtype: DType, y_dtype: DType, added: Array | None) -> Array:
             y = bench.poison(y_dtype, (len(inputs), p.n))
-            matmul.matmul(bench.stream, bench.put(inputs, x_dtype), matrix, y, added, "tile")
+            matmul.matmul(bench.stream, bench.put(inputs, x_dtype), matrix, y, added)
             return y
 
         got = multiply(w, x, *types, start if p.residual else None)
@@ -189,7 +189,7 @@ def run_per_head(shape: tuple[int, int, int, int, int], dtype: DType, format: We
     with Bench(device) as bench:
         w, values = put_matrix(bench, draw(55, (heads, n, k)), format)
         y = bench.poison(dtype, (rows, heads, n))
-        matmul.per_head(bench.stream, bench.put(x, dtype), w, y, "tile")
+        matmul.per_head(bench.stream, bench.put(x, dtype), w, y)
         want, scale = reference_basic.matmul(x[..., :k].transpose(1, 0, 2), values, None, dtype)
         return compare("per_head", bench.read(y), want.transpose(1, 0, 2), TOLERANCE[dtype], scale.transpose(1, 0, 2))
 
@@ -204,12 +204,12 @@ def run_experts(rows: int, slots: int, count: int, n: int, k: int, dtype: DType,
         some_ids, y = bench.put(ids), bench.poison(dtype, (rows, slots, n))
         order = (bench.poison(DType.I32, (count + 1,)), bench.poison(DType.I32, ids.shape))
         experts.expert_sort(bench.stream, some_ids, *order)
-        experts.expert_matmul(bench.stream, bench.put(x, dtype), w, y, some_ids, order)
+        experts.expert_matmul(bench.stream, bench.put(x, dtype), w, y, order)
         want, scale = reference_experts.expert_matmul(x, values, ids)
         result = compare("y", bench.read(y), round_to(want, dtype), TOLERANCE[dtype], scale)
         plain, expert = bench.poison(dtype, (1, n)), int(ids[-1, -1])
         one = w.rows(expert * n, (expert + 1) * n)
-        matmul.matmul(bench.stream, bench.put(x[-1:], dtype), one, plain, kind="tile")
+        matmul.matmul(bench.stream, bench.put(x[-1:], dtype), one, plain)
         compare("plain product", bench.bits(plain)[0], bench.bits(y)[-1, -1])
         return result
 

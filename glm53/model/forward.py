@@ -157,11 +157,11 @@ class Forward:
         x, h, qr, q, row = cut("x"), cut("h"), cut("qr"), cut("q"), cut("row")
         positions = cut("positions")
         basic.rms_norm(stream, x, layer.input_norm, h, spec.rms_norm_eps)
-        matmul.matmul(stream, h, layer.q_a, qr, kind="tile")
+        matmul.matmul(stream, h, layer.q_a, qr)
         basic.rms_norm(stream, qr, layer.q_a_norm, qr, spec.latent_norm_eps)
-        matmul.matmul(stream, qr, layer.q_b, cut("q", shape=(spec.n_heads * spec.qk_head_dim,)), kind="tile")
+        matmul.matmul(stream, qr, layer.q_b, cut("q", shape=(spec.n_heads * spec.qk_head_dim,)))
         basic.rope(stream, q, positions, self.inv_freq, offset=spec.qk_nope_head_dim)
-        matmul.matmul(stream, h, layer.kv_a, row, kind="tile")
+        matmul.matmul(stream, h, layer.kv_a, row)
         basic.rms_norm(stream, row, layer.kv_a_norm, row, spec.latent_norm_eps)
         basic.rope(stream, cut("row", shape=(1, spec.row_width)), positions, self.inv_freq, offset=spec.kv_lora_rank)
         tier_pass.before_store(index)
@@ -177,7 +177,7 @@ class Forward:
         if layer.indexer is not None:
             self._select(index, layer.indexer, count, context)
             tier_pass.plan(index, cut("selected"), cut("counts"), cut("plan"))
-        matmul.per_head(stream, q, layer.wk, cut("q_latent"), kind="tile")
+        matmul.per_head(stream, q, layer.wk, cut("q_latent"))
         tier_pass.before_attention(index)
         attention.attend(
             stream,
@@ -192,8 +192,8 @@ class Forward:
             scale=spec.softmax_scale,
         )
         tier_pass.after_attention(index)
-        matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"), kind="tile")
-        matmul.matmul(stream, cut("o", shape=(spec.n_heads * spec.v_head_dim,)), layer.o, x, residual=x, kind="tile")
+        matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"))
+        matmul.matmul(stream, cut("o", shape=(spec.n_heads * spec.v_head_dim,)), layer.o, x, residual=x)
 
     def _select(self, index: int, indexer: IndexerWeights, count: int, context: int) -> None:
         """Writes the rows' index keys, then the selection: positions, ascending."""
@@ -201,16 +201,16 @@ class Forward:
         cut = partial(self.work.cut, rows=count)
         positions, sessions, key = cut("positions"), cut("sessions"), cut("index_key")
         plane = spec.index_plane[index]
-        matmul.matmul(stream, cut("h"), indexer.wk, key, kind="tile")
+        matmul.matmul(stream, cut("h"), indexer.wk, key)
         basic.layer_norm(stream, key, indexer.k_norm_weight, indexer.k_norm_bias, key, INDEX_NORM_EPS)
         basic.rope(stream, cut("index_key", shape=(1, spec.index_head_dim)), positions, self.inv_freq, offset=0)
         history.append(stream, key, self.key_store.tables, sessions, positions, self.key_store.shape, plane=plane)
         scored = context > spec.index_topk  # below that every causal position is selected and no score is read
         query, gate = cut("index_q"), cut("index_gate")
         if scored:
-            matmul.matmul(stream, cut("qr"), indexer.wq_b, cut("index_q", shape=(spec.index_n_heads * spec.index_head_dim,)), kind="tile")
+            matmul.matmul(stream, cut("qr"), indexer.wq_b, cut("index_q", shape=(spec.index_n_heads * spec.index_head_dim,)))
             basic.rope(stream, query, positions, self.inv_freq, offset=0)
-            matmul.matmul(stream, cut("h"), indexer.weights_proj, gate, kind="tile")
+            matmul.matmul(stream, cut("h"), indexer.weights_proj, gate)
         for start in range(0, count, self.score_rows):
             stop = min(start + self.score_rows, count)
             tile = lambda array, start=start, stop=stop: array.slice(start, stop)
@@ -235,16 +235,16 @@ class Forward:
         width = mlp.down.shape[1]
         gate_up = self.work.cut("gate_up", count, (2 * width,))
         act = self.work.cut("act", count, (width,))
-        matmul.matmul(self.stream, self.work.cut("h", count), mlp.gate_up, gate_up, kind="tile")
+        matmul.matmul(self.stream, self.work.cut("h", count), mlp.gate_up, gate_up)
         basic.silu_mul(self.stream, gate_up, act)
-        matmul.matmul(self.stream, act, mlp.down, out, residual=residual, kind="tile")
+        matmul.matmul(self.stream, act, mlp.down, out, residual=residual)
 
     def _experts(self, mlp: MoeWeights, count: int) -> None:
         """x += routed experts of h + shared expert of h"""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=count)
         h, x, ids, weights = cut("h"), cut("x"), cut("expert_ids"), cut("expert_weights")
-        matmul.matmul(stream, h, mlp.router, cut("router"), kind="tile")
+        matmul.matmul(stream, h, mlp.router, cut("router"))
         experts.router(
             stream,
             cut("router"),
@@ -258,11 +258,11 @@ class Forward:
         )
         order = (self.expert_offsets, cut("sorted_pairs"))
         experts.expert_sort(stream, ids, *order)
-        experts.expert_matmul(stream, h, mlp.gate_up, cut("expert_gate_up"), ids, order)
+        experts.expert_matmul(stream, h, mlp.gate_up, cut("expert_gate_up"), order)
         pairs = count * spec.n_experts_per_tok
         gate_up = self.work.cut("expert_gate_up", pairs, (2 * spec.expert_width,))
         basic.silu_mul(stream, gate_up, self.work.cut("expert_act", pairs, (spec.expert_width,)))
-        experts.expert_matmul(stream, cut("expert_act"), mlp.down, cut("expert_out"), ids, order)
+        experts.expert_matmul(stream, cut("expert_act"), mlp.down, cut("expert_out"), order)
         self._dense(mlp.shared, count, out=cut("shared"), residual=None)
         experts.expert_sum(stream, cut("expert_out"), weights, cut("shared"), x, x)
 

@@ -397,17 +397,16 @@ class expert_sort_args(Args):
 
 
 class expert_matmul_args(Args):
-    """For each pair p with expert e: y[p] = x[row(p)] @ w[e]^T, where row(p) = p / pairs_per_row. The step variant takes pairs as they come
-    (ids), the prefill variant takes them grouped (offsets, sorted_pairs)."""
+    """For each pair p with expert e: y[p] = x[row(p)] @ w[e]^T, where row(p) = p / pairs_per_row. Pairs come grouped by expert (offsets,
+    sorted_pairs)."""
 
     _fields_ = [
         ("x", c_void_p),  # [.., k] T
         ("w", c_void_p),  # [experts, n, k] W: codes
         ("scales", c_void_p),  # [experts, n, k / 64] f16, or null where W is not quantised
         ("y", c_void_p),  # [pairs, n] T
-        ("ids", c_void_p),  # [pairs] i32, step variant, else null
-        ("offsets", c_void_p),  # [experts + 1] i32, prefill variant, else null
-        ("sorted_pairs", c_void_p),  # [pairs] i32, prefill variant, else null
+        ("offsets", c_void_p),  # [experts + 1] i32
+        ("sorted_pairs", c_void_p),  # [pairs] i32
         ("w_expert_stride", c_uint64),
         ("pairs", c_uint32),
         ("pairs_per_row", c_uint32),  # top-k for gate/up (x per row), 1 for down (x per pair)

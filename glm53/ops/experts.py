@@ -13,8 +13,7 @@ from glm53.ops.matrix import Matrix, matrix_bytes
 from glm53.spec import DType, WeightFormat
 
 _T = (DType.F32, DType.BF16)
-_STEP = ("f32_f32", "f32_bf16", "bf16_bf16")
-_TILE = (*_STEP, "f32_q8g64", "f32_q4g64", "bf16_q8g64", "bf16_q4g64")
+_VARIANTS = ("f32_f32", "f32_bf16", "bf16_bf16", "f32_q8g64", "f32_q4g64", "bf16_q8g64", "bf16_q4g64")
 
 
 def router(
@@ -94,15 +93,15 @@ def cost_expert_sort(pairs: int, experts: int) -> Cost:
     return Cost(bytes=4 * (3 * pairs + experts + 1), flops=0)
 
 
-def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, ids: Array, order: tuple[Array, Array] | None) -> None:
-    """y[r, s] = x[r] @ w[ids[r, s]]^T, or x[r, s] @ w[ids[r, s]]^T where x has slots of its own.
+def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, order: tuple[Array, Array]) -> None:
+    """y[r, s] = x[r] @ w[e]^T, or x[r, s] @ w[e]^T where x has slots of its own; e is the expert of the pair.
 
-    x [rows, k] or [rows, slots, k] T, w [experts, n, k] W, y [rows, slots, n] T, ids [rows, slots] i32 in [0, experts).
-    order None: step rows (few, plain weights), one block row a pair, sums as matmul's step. order (offsets, sorted_pairs) from expert_sort:
-    prefill rows, sums as matmul's tile. A pair's bits depend on its x and w only. Raises ContractError.
+    x [rows, k] or [rows, slots, k] T, w [experts, n, k] W, y [rows, slots, n] T, order (offsets [experts + 1] i32, sorted_pairs [rows, slots] i32)
+    from expert_sort. Sums as matmul's; a pair's bits depend on its x and w only. Raises ContractError.
     """
     d = Dims("expert_matmul")
-    d.match("ids", ids, "rows", "slots", dtype=DType.I32)
+    offsets, sorted_pairs = order
+    d.match("sorted_pairs", sorted_pairs, "rows", "slots", dtype=DType.I32)
     if len(x.shape) == 3:
         d.match("x", x, "rows", "slots", "k", dtype=_T)
     else:
@@ -122,15 +121,8 @@ def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, ids: Array, ord
         n=n,
         k=k,
     )
-    if order is None:
-        name = variant("expert_matmul_step", _STEP, x.dtype, w.format)
-        args.ids = ids.address
-        launch(stream, name, (ceil_div(n, stream.device.kernel(name).constants["cols"]), pairs, 1), args)
-        return
-    offsets, sorted_pairs = order
     d.match("offsets", offsets, d["experts"] + 1, dtype=DType.I32)
-    d.match("sorted_pairs", sorted_pairs, "rows", "slots", dtype=DType.I32)
-    name = variant("expert_matmul_tile", _TILE, x.dtype, w.format)
+    name = variant("expert_matmul_tile", _VARIANTS, x.dtype, w.format)
     args.offsets, args.sorted_pairs = offsets.address, sorted_pairs.address
     launch(stream, name, (ceil_div(n, stream.device.kernel(name).constants["cols"]), d["experts"], 1), args)
 

@@ -1,8 +1,6 @@
-"""Matrix products with weights stored [n, k] in any weight format. Two classes of kernel: "step" (few rows: decode, verify) and "tile" (prompt rows).
+"""Matrix products of prompt rows, with weights stored [n, k] in any weight format. Decode rows have products of their own: `step`.
 
-Within a class the bits of a row depend on its own x and on w only, never on how many rows are beside it; between the classes only tolerance
-holds. Both take any number of rows; step is the fast one up to about 16 and takes plain weights only. Sums are in f32. Method:
-hipsrc/kernels/matmul.hip.
+The bits of a row depend on its own x and on w only, never on how many rows are beside it. Sums are in f32. Method: hipsrc/kernels/matmul.hip.
 """
 
 from __future__ import annotations
@@ -13,26 +11,25 @@ from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
 from glm53.ops.matrix import Matrix
 from glm53.spec import DType, WeightFormat
 
-_STEP = ("f32_f32_f32", "f32_bf16_f32", "bf16_bf16_bf16", "bf16_bf16_f32", "bf16_f32_f32")
-_TILE = (*_STEP, *(f"{types[0]}_{w}_{types[1]}" for w in ("q8g64", "q4g64") for types in (("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32"))))
+_VARIANTS = (
+    "bf16_f32_f32",
+    *(f"{types[0]}_{w}_{types[1]}" for w in ("bf16", "q8g64", "q4g64") for types in (("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32"))),
+    "f32_f32_f32",
+)
 _FLOATS = (DType.F32, DType.BF16)
-STEP_COLS = 32  # output columns a block, as in the LAUNCH lines of matmul.hip
-TILE_COLS = TILE_ROWS = 64
+TILE_COLS = TILE_ROWS = 64  # outputs of a block, as in the LAUNCH lines of matmul.hip
 
 
-def _launch(stream: Stream, dims: Dims, kind: str, types: tuple[DType, WeightFormat, DType], args: matmul_args, batch: int) -> None:
-    dims.require(kind in ("step", "tile"), f"kind is {kind!r}, expected 'step' or 'tile'")
-    name = variant(f"matmul_{kind}", _STEP if kind == "step" else _TILE, *types)
-    columns, row_blocks = (STEP_COLS, 1) if kind == "step" else (TILE_COLS, ceil_div(args.rows, TILE_ROWS))
-    launch(stream, name, (ceil_div(args.n, columns), row_blocks, batch), args)
+def _launch(stream: Stream, types: tuple[DType, WeightFormat, DType], args: matmul_args, batch: int) -> None:
+    name = variant("matmul_tile", _VARIANTS, *types)
+    launch(stream, name, (ceil_div(args.n, TILE_COLS), ceil_div(args.rows, TILE_ROWS), batch), args)
 
 
-def matmul(stream: Stream, x: Array, w: Matrix, y: Array, residual: Array | None = None, kind: str = "step") -> None:
+def matmul(stream: Stream, x: Array, w: Matrix, y: Array, residual: Array | None = None) -> None:
     """y = Y(x w^T), with a residual Y(Y(x w^T) + residual).
 
-    x [rows, k] X, w [n, k] W, y and residual [rows, n] Y; residual may be y itself, x must not overlap y. Variants X_W_Y: f32_f32_f32,
-    f32_bf16_f32, bf16_bf16_bf16, bf16_bf16_f32, bf16_f32_f32; "tile" also f32_W_f32, bf16_W_bf16, bf16_W_f32 with W q8g64 or q4g64. kind: "step" or
-    "tile". Enqueues one kernel. Raises ContractError.
+    x [rows, k] X, w [n, k] W, y and residual [rows, n] Y; residual may be y itself, x must not overlap y. Variants X_W_Y: f32_W_f32 and
+    bf16_W_f32 with any W, bf16_W_bf16 with any but f32. Enqueues one kernel. Raises ContractError.
     """
     dims = Dims("matmul")
     dims.match("x", x, "rows", "k", dtype=_FLOATS)
@@ -44,10 +41,10 @@ def matmul(stream: Stream, x: Array, w: Matrix, y: Array, residual: Array | None
     rows, n, k = dims["rows"], dims["n"], dims["k"]
     residual_address = 0 if residual is None else residual.address
     args = matmul_args(x.address, w.codes.address, w.scales_address, residual_address, y.address, 0, 0, 0, rows, n, k, k, k, n)
-    _launch(stream, dims, kind, (x.dtype, w.format, y.dtype), args, batch=1)
+    _launch(stream, (x.dtype, w.format, y.dtype), args, batch=1)
 
 
-def per_head(stream: Stream, x: Array, w: Matrix, y: Array, kind: str = "step") -> None:
+def per_head(stream: Stream, x: Array, w: Matrix, y: Array) -> None:
     """y[r, h] = Y(x[r, h, :k] w[h]^T): one product per head, over the first k columns of each head of x.
 
     x [rows, heads, head_columns] X with head_columns >= k, w [heads, n, k] W, y [rows, heads, n] Y; x must not overlap y. Variants as
@@ -75,7 +72,7 @@ def per_head(stream: Stream, x: Array, w: Matrix, y: Array, kind: str = "step") 
         w_stride=k,
         y_stride=heads * n,
     )
-    _launch(stream, dims, kind, (x.dtype, w.format, y.dtype), args, batch=heads)
+    _launch(stream, (x.dtype, w.format, y.dtype), args, batch=heads)
 
 
 def cost_matmul(x: Array, w: Matrix, y: Array, residual: Array | None = None) -> Cost:

@@ -8,6 +8,7 @@
 #include "rows_of_values.h"
 #include "selections.h"
 #include "history_stores.h"
+#include "history_fetch.h"
 #include "step_products.h"
 #include "step_gemv_rows.h"
 #include "step_expert_rows.h"

@@ -49,7 +49,8 @@ template <class T, bool QUANTISED> bool store_rows(const store_rows_args& a, Blo
 }
 
 // The row of an index key; null after a failed touch.
-DEVICE uint8_t* key_row(Blocks& b, const uint64_t* table, uint32_t plane, uint32_t extent_rows, uint32_t row_bytes, uint32_t position, uint64_t bytes) {
+DEVICE uint8_t* key_row(Blocks& b, const uint64_t* table, uint32_t plane, uint32_t extent_rows, uint32_t row_bytes, uint32_t position,
+                        uint64_t bytes) {
   uint64_t address = table[position / extent_rows] + ((uint64_t)plane * extent_rows + position % extent_rows) * row_bytes;
   return b.touch(address, bytes) ? (uint8_t*)address : nullptr;
 }

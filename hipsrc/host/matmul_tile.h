@@ -1,5 +1,5 @@
-// matmul_tile.h - matmul_tile_* and expert_matmul_tile_* of the fast host build: one fma chain over ascending k for each output, eight rows of x in the
-// lanes. x is packed to [panel of 16 rows][k][16] f32 once for all column blocks of a range; 16 rows x 6 columns stay in registers.
+// matmul_tile.h - matmul_tile_* and expert_matmul_tile_* of the fast host build: one fma chain over ascending k for each output, eight rows of x in
+// the lanes. x is packed to [panel of 16 rows][k][16] f32 once for all column blocks of a range; 16 rows x 6 columns stay in registers.
 #pragma once
 
 namespace {

@@ -15,8 +15,8 @@ DEVICE uint32_t find_digit(const uint32_t* histogram, uint32_t* wanted) {
   return digit;
 }
 
-// The k-th largest of n keys (0 < k <= n), and in *wanted how many keys equal to it belong to the k largest. Three digits of 11, 11 and 10 bits; after
-// the first only keys that share it are looked at. `rest` has room for n keys.
+// The k-th largest of n keys (0 < k <= n), and in *wanted how many keys equal to it belong to the k largest. Three digits of 11, 11 and 10 bits:
+// after the first only keys that share it are looked at. `rest` has room for n keys.
 inline uint32_t boundary(const uint32_t* keys, uint32_t n, uint32_t k, uint32_t* rest, uint32_t* wanted) {
   uint32_t histogram[DIGITS] = {};
   *wanted = k;

@@ -1,5 +1,5 @@
-// step_attention_rows.h - step_attend_* and step_expand_* of the fast host build. Orders of additions as step_attention.hip has them on the host: scores
-// in four quarters of steps of 16 columns, heads in the lanes; the output over rows ascending, columns in the lanes.
+// step_attention_rows.h - step_attend_* and step_expand_* of the fast host build. Orders of additions as step_attention.hip has them on the host:
+// scores in four quarters of steps of 16 columns, heads in the lanes; the output over rows ascending, columns in the lanes.
 #pragma once
 
 namespace {
@@ -47,7 +47,8 @@ template <class T> DEVICE void load_query(Split& s, const step_attend_args& a, u
 template <class T> DEVICE void load_row(const step_mla::plain_words<T>*, const uint8_t* from, uint32_t latent, uint32_t rope, float* to, float*) {
   for (uint32_t c = 0; c < latent + rope; c++) to[c] = load_f32((const T*)from + c);
 }
-template <class T> DEVICE void load_row(const step_mla::q8g64_words<T>*, const uint8_t* from, uint32_t latent, uint32_t rope, float* to, float* scales) {
+template <class T>
+DEVICE void load_row(const step_mla::q8g64_words<T>*, const uint8_t* from, uint32_t latent, uint32_t rope, float* to, float* scales) {
   for (uint32_t c = 0; c < latent; c++) to[c] = (float)((const int8_t*)from)[c];
   const bf16* tail = (const bf16*)(from + q8_rope_offset(latent));
   for (uint32_t c = 0; c < rope; c++) to[latent + c] = bf16_to_f32(tail[c]);

@@ -48,8 +48,8 @@ template <class T, class W> bool experts(const step_experts_args& a, Blocks& b) 
 }
 
 // to[c] = T(x @ w[first + c]^T).
-template <class T, class W> DEVICE void down_rows(const void* codes, const void* scales, uint64_t first, uint32_t count, const T* x, uint32_t k, float* room,
-                                                  float* to) {
+template <class T, class W>
+DEVICE void down_rows(const void* codes, const void* scales, uint64_t first, uint32_t count, const T* x, uint32_t k, float* room, float* to) {
   const float* packed = pack_row<W>(x, k, room);
   auto row = [&](uint32_t i) { return products::weight_row<W>(codes, scales, first + i, k); };
   products::dots<products::expert_reader<W>, 1>(row, count, packed, 0, k, to);

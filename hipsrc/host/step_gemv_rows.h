@@ -18,6 +18,23 @@ struct Work {
 };
 constexpr uint32_t NONE = ~0u;
 
+// One of the four products, and a block's place in it.
+struct Segment {
+  const void *codes, *scales;
+  void* y;
+  uint32_t n, y_stride, format, epilogue, head_stride, rope_offset;
+  uint32_t index, block;
+};
+DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i) {
+  uint32_t groups = gemv::groups_of(a.k);
+  return a.codes[i] ? (step::pairs_of(a.n[i], a.epilogue[i]) + groups - 1) / groups : 0u;
+}
+DEVICE Segment segment_of(const step_gemv_args& a, uint32_t block) {
+  uint32_t i = 0;
+  for (; i < 3 && block >= blocks_of(a, i); i++) block -= blocks_of(a, i);
+  return {a.codes[i], a.scales[i], a.y[i], a.n[i], a.y_stride[i], a.format[i], a.epilogue[i], a.head_stride[i], a.rope_offset[i], i, block};
+}
+
 // Rows of x of one batch as f32, normed; `h` null: not wanted.
 template <class T> void prepare(const step_gemv_args& a, uint64_t batch, T* h, const Work& w) {
   for (uint32_t r = 0; r < a.rows; r++) {
@@ -32,7 +49,8 @@ template <class T> void prepare(const step_gemv_args& a, uint64_t batch, T* h, c
 }
 
 // step::store_pair of a row whose pair is `first` and `second`.
-template <class T> DEVICE void store_pair(const step_gemv_args& a, const step::Segment& s, uint64_t at, uint32_t row, uint32_t col, float first, float second) {
+template <class T>
+DEVICE void store_pair(const step_gemv_args& a, const Segment& s, uint64_t at, uint32_t row, uint32_t col, float first, float second) {
   T* y = (T*)s.y + at;
   bool both = col + 1 < s.n;
   if (s.epilogue == step::STORE_F32) {
@@ -63,7 +81,7 @@ template <class T> DEVICE void store_pair(const step_gemv_args& a, const step::S
 }
 
 // One block of a segment: its rows of weights times all rows of x.
-template <class T, class W> void multiply(const step_gemv_args& a, const step::Segment& s, uint64_t batch, Work& w) {
+template <class T, class W> void multiply(const step_gemv_args& a, const Segment& s, uint64_t batch, Work& w) {
   using R = products::reader<W>;
   if (w.packed_format != W::FORMAT) {
     for (uint32_t r = 0; r < a.rows; r++) products::pack<R>(w.x + (uint64_t)r * a.k, a.k, w.packed + r * w.pitch);
@@ -123,10 +141,10 @@ template <class T> bool finish_row(const step_gemv_args& a, uint32_t r, Blocks& 
   return true;
 }
 
-// step::route_last after `count` blocks of segment 0, which has `blocks`.
-inline void route_last(const step_gemv_args& a, uint32_t count, uint32_t blocks) {
+// step::route_last after `count` blocks of segment 0.
+inline void route_last(const step_gemv_args& a, uint32_t count) {
   const step_router_args& p = a.part_router;
-  if (__atomic_fetch_add((uint32_t*)p.arrivals, count, __ATOMIC_ACQ_REL) + count != blocks) return;
+  if (__atomic_fetch_add((uint32_t*)p.arrivals, count, __ATOMIC_ACQ_REL) + count != blocks_of(a, 0)) return;
   *(uint32_t*)p.arrivals = 0;
   router_args router = {a.y[0], p.bias, p.ids, p.weights, p.experts, p.k, p.n_group, p.topk_group, p.normalise, p.scaling};
   for (uint32_t row = 0; row < a.rows; row++) selections::pick(router, row);
@@ -136,18 +154,25 @@ inline void route_last(const step_gemv_args& a, uint32_t count, uint32_t blocks)
 template <class T> void run_products(const step_gemv_args& a, uint64_t batch, uint32_t first, uint32_t last, Work& w) {
   w.packed_format = NONE;
   prepare<T>(a, batch, first == 0 ? (T*)a.h : nullptr, w);
-  uint32_t routed = 0, router_blocks = 0;
+  uint32_t routed = 0;
   for (uint32_t block = first; block < last; block++) {
-    step::Segment s = step::segment_of(a, block);
+    Segment s = segment_of(a, block);
     if (s.format == WEIGHT_Q8G64) multiply<T, q8g64_weights>(a, s, batch, w);
     else if (s.format == WEIGHT_Q4G64) multiply<T, q4g64_weights>(a, s, batch, w);
     else if (s.format == WEIGHT_BF16) multiply<T, bf16_weights>(a, s, batch, w);
     else multiply<T, f32_weights>(a, s, batch, w);
-    if (s.index != 0) continue;
-    routed++;
-    router_blocks = s.blocks;
+    routed += s.index == 0 ? 1u : 0u;
   }
-  if (a.part == step::PART_ROUTER && routed) route_last(a, routed, router_blocks);
+  if (a.part == step::PART_ROUTER && routed) route_last(a, routed);
+}
+
+template <class T> bool run_part(const step_gemv_args& a, uint32_t block, Blocks& b) {
+  if (a.part == step::PART_ROWS) return finish_row<T>(a, block, b);
+  if (a.part != step::PART_FETCH) return b.run_fibers(block, block + 1);
+  for (uint32_t round = 0; round < a.rounds; round++) {
+    if (!fetches::fetch_round(a.part_fetch, a.part_fetch.plane_first, round, block, a.part_blocks, b)) return false;
+  }
+  return true;
 }
 
 // Grid: (part_blocks + blocks of all segments, 1, batch).
@@ -157,7 +182,7 @@ template <class T> bool run(const step_gemv_args& a, Blocks& b) {
     uint32_t first = (uint32_t)(block % b.grid.x), last = first + (uint32_t)(end - block);
     for (; first < last && first < a.part_blocks; first++) {
       if (batch) continue;
-      if (a.part == step::PART_ROWS ? !finish_row<T>(a, first, b) : !b.run_fibers(first, first + 1)) return false;
+      if (!run_part<T>(a, first, b)) return false;
     }
     if (first < last) {
       size_t pitch = packed_floats(a.k);

@@ -1,6 +1,6 @@
-// step_products.h - the orders of additions of gemv.h and step_experts.hip in eight lanes: weights in any format times few rows of x, for the fast host
-// build. A step takes 4 chunks of 16 bytes from two streams: two rows of weights where an output has 4 lanes, two stretches of one row where it has
-// 32. The 16-byte chunks are transposed in registers, so that a lane of the register is a lane of the order; x is packed once to match.
+// step_products.h - the orders of additions of gemv.h and step_experts.hip in eight lanes: weights in any format times few rows of x, for the fast
+// host build. A step takes 4 chunks of 16 bytes from two streams: two rows of weights where an output has 4 lanes, two stretches of one row where it
+// has 32. The chunks are transposed in registers, so that a lane of the register is a lane of the order; x is packed once to match.
 #pragma once
 
 namespace {
@@ -189,7 +189,8 @@ void short_dots(const WeightRow* rows, const float* x, uint64_t pitch, uint32_t 
         chunk_scales<W>(rows[2 * p + 1].scales, s * STREAM_CHUNKS, STREAM_CHUNKS, both + STREAM_CHUNKS);
         scale = load8(both);
       }
-      add_step<R, ROWS>(rows[2 * p].codes + s * STREAM_BYTES, rows[2 * p + 1].codes + s * STREAM_BYTES, scale, x + (uint64_t)s * step_floats<R>, pitch, sum[p]);
+      const uint8_t *low = rows[2 * p].codes + s * STREAM_BYTES, *high = rows[2 * p + 1].codes + s * STREAM_BYTES;
+      add_step<R, ROWS>(low, high, scale, x + (uint64_t)s * step_floats<R>, pitch, sum[p]);
     }
   }
   for (uint32_t p = 0; rest && p < P; p++) {

@@ -11,6 +11,7 @@
 //   and_or(v, mask, bits)               (v & mask) | bits as one instruction; with_byte(word, j, high): the upper three bytes of high, byte j of word
 //   load16(from, to)                    16 aligned bytes into four registers as one access
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop
+//   in_item(v)                          v of the block, in the registers of the work-item where those of the wave are scarce
 //   in_global(p)                        p, known to point at device memory: where a pointer was chosen among several
 //   f16_value(bits)                     f16 as f32 by the device's own instruction; finite values are exact
 //   fence_device()                      orders this work-item's accesses for the other blocks of the launch
@@ -18,6 +19,7 @@
 //   lanes_sum<LANES>(values), wave32_sum(values)              sums of several f32 at once over a group of lanes
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
 //   tile16, tile_a, tile_b, tile_add     16 x 16 x 16 matrix tiles (portable_tiles.h)
+//   bytes_bf16(word, i)                signed bytes i and i + 2 of a word as a pair of bf16, where there are matrix tiles
 //   pointer_from<T>(address, bytes)     a pointer that was read from memory (extent table, plan); checked on the host
 // Rules: at most 48 KiB of SHARED a kernel (nvcc refuses more static memory), no bare wave width, no calls left out of line, no __constant__
 //   tables, one by-value argument struct.

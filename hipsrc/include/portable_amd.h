@@ -58,6 +58,7 @@ DEVICE uint32_t opaque_item(uint32_t v) {
   asm volatile("" : "+v"(v));
   return v;
 }
+DEVICE uint32_t in_item(uint32_t v) { return opaque_item(v); }
 template <class T> DEVICE T* in_global(T* p) { return (T*)(__attribute__((address_space(1))) T*)(uint64_t)p; }
 DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) { return (v & mask) | bits; }
 DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return __builtin_amdgcn_perm(high, word, 0x07060500u + byte); }
@@ -118,5 +119,11 @@ DEVICE void wmma_16x16x16(float* d, tile_words a, tile_words b) {
   v = TILE_INSTRUCTION(__builtin_bit_cast(tile_values, a), __builtin_bit_cast(tile_values, b), v);
   UNROLL
   for (int i = 0; i < 8; i++) d[i] = v[i];
+}
+// Signed bytes i and i + 2 (i = 0 or 1) of the word as bf16, exactly: the upper halves of f32 values of at most 8 bits.
+DEVICE uint32_t bytes_bf16(uint32_t word, uint32_t i) {
+  uint32_t biased = word ^ 0x80808080u;  // byte + 128
+  float low = (float)((biased >> (8 * i)) & 0xffu) - 128.0f, high = (float)((biased >> (8 * i + 16)) & 0xffu) - 128.0f;
+  return __builtin_amdgcn_perm(bits_of(high), bits_of(low), 0x07060302u);
 }
 #endif

@@ -26,6 +26,7 @@ DEVICE uint32_t opaque(uint32_t v) {
   return v;
 }
 DEVICE uint32_t opaque_item(uint32_t v) { return opaque(v); }
+DEVICE uint32_t in_item(uint32_t v) { return v; }
 template <class T> DEVICE T* in_global(T* p) {
   __builtin_assume(__isGlobal(p));
   return p;
@@ -98,5 +99,11 @@ DEVICE void load_matrices_transposed(uint32_t* v, const void* row) {
 DEVICE uint32_t pack_bf16(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Signed bytes i and i + 2 (i = 0 or 1) of the word as bf16, exactly: 128 + the low seven bits, less 128 or 256.
+DEVICE uint32_t bytes_bf16(uint32_t word, uint32_t i) {
+  uint32_t bytes = word >> (8 * i), pair;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(and_or(bytes, 0x007f007fu, 0x43004300u)), "r"(and_or(bytes, 0x00800080u, 0x43004300u)));
   return pair;
 }

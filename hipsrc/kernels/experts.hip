@@ -2,8 +2,8 @@
 //   expert_sort           pairs grouped by expert, ascending inside a group
 //   expert_matmul_*       y[pair] = x[pair / pairs_per_row] @ w[expert of pair]^T, sums in f32, one rounding to X
 //   expert_sum            y[r] = residual[r] + T(T(sum_slot weight * expert_out[r, slot]) + shared[r])
-// The products use matmul.hip's device functions and reduction orders (step and tile), so a pair's bits depend on its own x and w only. An expert without
-// pairs costs one early exit. Rounding as transformers' grouped_mm: expert output in T, times f32 weight, summed in f32, cast once.
+// For prompt rows: decode rows have step_experts.hip. The products use matmul.hip's device functions and order, so a pair's bits depend on its own x
+// and w only. An expert without pairs costs one early exit. Rounding as transformers' grouped_mm: expert output in T, times f32 weight, summed in f32, cast once.
 #include "portable.h"
 #include "scan.h"
 
@@ -11,23 +11,6 @@ namespace experts {
 
 constexpr uint32_t THREADS = SCAN_THREADS;
 constexpr uint32_t SORT_TILE = 1024;  // pairs that pass through LDS together
-
-// Grid: ceil(n / 32), pairs. matmul_step of one row.
-template <class X, class W> DEVICE void matmul_pair(const expert_matmul_args& a) {
-  uint32_t pair = block_y();
-  uint64_t expert = (uint64_t)((const int32_t*)a.ids)[pair];
-  matmul_args m = {};
-  m.x = (void*)((const X*)a.x + (uint64_t)(pair / a.pairs_per_row) * a.k);
-  m.w = (void*)((const W*)a.w + expert * a.w_expert_stride);
-  m.y = (void*)((X*)a.y + (uint64_t)pair * a.n);
-  m.rows = 1;
-  m.n = a.n;
-  m.k = a.k;
-  m.x_stride = a.k;
-  m.w_stride = a.k;
-  m.y_stride = a.n;
-  matmul_step<X, W, X>(m);
-}
 
 // Grid: ceil(n / 64), experts. A block walks over the pairs of its expert in tiles of 64; each output is matmul_tile's chain over k.
 template <class X, class W> DEVICE void matmul_grouped(const expert_matmul_args& a) {
@@ -105,15 +88,6 @@ KERNEL(expert_sort, expert_sort_args, 256) {
     block_sync();
   }
 }
-
-#define EXPERT_MATMUL_STEP(suffix, X, W) KERNEL(expert_matmul_step_##suffix, expert_matmul_args, 256) { experts::matmul_pair<X, W>(a); }
-
-// LAUNCH expert_matmul_step_f32_f32 block=256 cols=32
-EXPERT_MATMUL_STEP(f32_f32, float, float)
-// LAUNCH expert_matmul_step_f32_bf16 block=256 cols=32
-EXPERT_MATMUL_STEP(f32_bf16, float, bf16)
-// LAUNCH expert_matmul_step_bf16_bf16 block=256 cols=32
-EXPERT_MATMUL_STEP(bf16_bf16, bf16, bf16)
 
 #define EXPERT_MATMUL_TILE(suffix, X, W) KERNEL(expert_matmul_tile_##suffix, expert_matmul_args, 256) { experts::matmul_grouped<X, W>(a); }
 

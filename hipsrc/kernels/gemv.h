@@ -4,7 +4,7 @@
 // butterfly. lanes = 32 for k >= LONG_K, else 4. A row's bits depend on its own x, on w and on k alone.
 // Use, in a block of THREADS work-items whose aligned groups of 32 lanes each walk over COLS rows of weights:
 //   Walk<W, COLS, DEPTH, ALIGNED> walk;  set walk.codes[], walk.scales[];  begin(walk, k, t);  the first DEPTH rounds are on their way
-//   for each span of x:  stage(..);  block_sync();  [normalise(..);  block_sync();]  advance<T>(walk, x, span, sums);  block_sync() before the next stage
+//   for each span of x:  stage(..);  block_sync();  [normalise(..);  block_sync();]  advance<T>(walk, x, span, sums);  block_sync() before the next
 //   finish(walk, sums)                                                                           every lane of the column has the sums
 // x lies in LDS as T: unit u (16 bytes) at place u ^ (u / 8 % 8), so that lanes which read several neighbouring units use all banks.
 #pragma once
@@ -224,7 +224,8 @@ template <class T> DEVICE T* staged_value(words16* row, uint32_t c) {
   return (T*)(row + place_of(c / PER_UNIT)) + c % PER_UNIT;
 }
 
-// Brings elements [first, first + span) of ROWS rows of x into LDS, zeros past k; rows are x_stride elements apart. block_sync before they are read. t: thread_id().
+// Brings elements [first, first + span) of ROWS rows of x into LDS, zeros past k; rows are x_stride elements apart. block_sync before they are read.
+// t: thread_id().
 template <class T, uint32_t ROWS> DEVICE void stage(words16* lds, const T* x, uint64_t x_stride, uint32_t first, uint32_t k, uint32_t t) {
   constexpr uint32_t PER_UNIT = 16 / sizeof(T), FLIGHT = 4 / ROWS, PITCH = X_UNITS / ROWS;
   uint32_t units = staged_units<T, ROWS>(first, k);

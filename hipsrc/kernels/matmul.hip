@@ -1,10 +1,7 @@
 // matmul.hip - y[b, r, n] = Y(sum_k x[b, r, k] * w[b, n, k]), and with a residual Y(Y(sum) + residual[b, r, n]). X, Y: f32 or bf16, sums in f32.
-// W: f32, bf16, and in the tile class q8g64 and q4g64 (weight_format.h), whose values are code * scale, exact in f32.
-// Two classes. Within a class the bits of a row depend on its own x and on w only, never on `rows` or on the row's place:
-//   step  few rows (fast to about 16, right for any number). A column's k values go to 8 work-items in slices of 8 neighbours, element k to
-//         partial k % 64; the 64 partials are added in one fixed tree. Row groups of 4, 2 and 1 share the loads of w and run the same chain
-//         of fma for each row.
-//   tile  any number of rows. 64 x 64 outputs a block, 4 x 4 a work-item, one fma chain over ascending k for each output.
+// W: f32, bf16, q8g64, q4g64 (weight_format.h; values are code * scale, exact in f32). For prompt rows: decode rows have step.hip. The bits of a row
+// depend on its own x and on w only, never on `rows` or on the row's place: 64 x 64 outputs a block, 4 x 4 a work-item, one fma chain over
+// ascending k for each output.
 // Any k, n and strides (k may be odd; nothing needs more alignment than its element); quantised: k and the strides of w are multiples of 64, codes
 // at a multiple of 16. Residual has y's strides and may be y itself.
 #include "weight_format.h"
@@ -13,71 +10,6 @@ template <class X, class W, class Y> DEVICE void matmul_store(const matmul_args&
   uint64_t at = batch * a.y_batch_stride + (uint64_t)row * a.y_stride + col;
   if (a.residual) sum = rounded<Y>::of(sum) + load_f32((const Y*)a.residual + at);
   store_f32((Y*)a.y + at, sum);
-}
-
-constexpr uint32_t STEP_COLS = 32, STEP_SLICES = 8, STEP_ROWS = 4;
-
-// The share of one slice of k in ROWS rows of x times one row of w: 8 fma chains a row, then a fixed tree.
-template <int ROWS, class X, class W> DEVICE void step_slice(const X* x, uint64_t x_stride, const W* w, uint32_t k, uint32_t slice, float* sums) {
-  float p[ROWS][8];
-  UNROLL
-  for (int r = 0; r < ROWS; r++) {
-    UNROLL
-    for (int j = 0; j < 8; j++) p[r][j] = 0;
-  }
-  uint32_t i = slice * 8;
-  for (; i + 8 <= k; i += STEP_SLICES * 8) {
-    float v[8];
-    UNROLL
-    for (int j = 0; j < 8; j++) v[j] = load_f32(w + i + j);
-    UNROLL
-    for (int r = 0; r < ROWS; r++) {
-      UNROLL
-      for (int j = 0; j < 8; j++) p[r][j] = fma_f32(load_f32(x + r * x_stride + i + j), v[j], p[r][j]);
-    }
-  }
-  UNROLL
-  for (int j = 0; j < 7; j++) {  // at most 7 values are left, all in one slice; constant indices keep p in registers
-    if (i + j < k) {
-      float v = load_f32(w + i + j);
-      UNROLL
-      for (int r = 0; r < ROWS; r++) p[r][j] = fma_f32(load_f32(x + r * x_stride + i + j), v, p[r][j]);
-    }
-  }
-  UNROLL
-  for (int r = 0; r < ROWS; r++) sums[r] = ((p[r][0] + p[r][4]) + (p[r][2] + p[r][6])) + ((p[r][1] + p[r][5]) + (p[r][3] + p[r][7]));
-}
-
-// Grid: ceil(n / 32), 1, batch. A block walks over all rows of its 32 columns, so w comes from memory once and from the cache after that.
-template <class X, class W, class Y> DEVICE void matmul_step(const matmul_args& a) {
-  SHARED(float, partial, STEP_ROWS * STEP_SLICES * STEP_COLS);  // [row][slice][column]
-  uint32_t batch = block_z(), column = thread_id() / STEP_SLICES, slice = thread_id() % STEP_SLICES;
-  uint32_t n = block_x() * STEP_COLS + column;
-  const W* w = (const W*)a.w + batch * a.w_batch_stride + (uint64_t)n * a.w_stride;
-  const X* x = (const X*)a.x + batch * a.x_batch_stride;
-  uint32_t taken = 0;
-  for (uint32_t row = 0; row < a.rows; row += taken) {
-    uint32_t left = a.rows - row;
-    taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    if (n < a.n) {
-      float sums[STEP_ROWS] = {0, 0, 0, 0};
-      const X* rows_of_x = x + (uint64_t)row * a.x_stride;
-      if (taken == 4) step_slice<4>(rows_of_x, a.x_stride, w, a.k, slice, sums);
-      else if (taken == 2) step_slice<2>(rows_of_x, a.x_stride, w, a.k, slice, sums);
-      else step_slice<1>(rows_of_x, a.x_stride, w, a.k, slice, sums);
-      UNROLL
-      for (uint32_t r = 0; r < STEP_ROWS; r++) partial[(r * STEP_SLICES + slice) * STEP_COLS + column] = sums[r];
-    }
-    block_sync();
-    uint32_t r = thread_id() / STEP_COLS, c = thread_id() % STEP_COLS, col = block_x() * STEP_COLS + c;
-    if (r < taken && col < a.n) {
-      const float* p = partial + r * STEP_SLICES * STEP_COLS + c;
-      float low = (p[0] + p[STEP_COLS]) + (p[2 * STEP_COLS] + p[3 * STEP_COLS]);
-      float high = (p[4 * STEP_COLS] + p[5 * STEP_COLS]) + (p[6 * STEP_COLS] + p[7 * STEP_COLS]);
-      matmul_store<X, W, Y>(a, batch, row + r, col, low + high);
-    }
-    if (row + taken < a.rows) block_sync();  // before the next rows overwrite `partial`
-  }
 }
 
 constexpr uint32_t TILE_ROWS = 64, TILE_COLS = 64, TILE_K = 32;
@@ -149,19 +81,6 @@ template <class X, class W, class Y> DEVICE void matmul_tile(const matmul_args& 
     }
   }
 }
-
-#define MATMUL_STEP(suffix, X, W, Y) KERNEL(matmul_step_##suffix, matmul_args, 256) { matmul_step<X, W, Y>(a); }
-
-// LAUNCH matmul_step_f32_f32_f32 block=256 cols=32
-MATMUL_STEP(f32_f32_f32, float, float, float)
-// LAUNCH matmul_step_f32_bf16_f32 block=256 cols=32
-MATMUL_STEP(f32_bf16_f32, float, bf16, float)
-// LAUNCH matmul_step_bf16_bf16_bf16 block=256 cols=32
-MATMUL_STEP(bf16_bf16_bf16, bf16, bf16, bf16)
-// LAUNCH matmul_step_bf16_bf16_f32 block=256 cols=32
-MATMUL_STEP(bf16_bf16_f32, bf16, bf16, float)
-// LAUNCH matmul_step_bf16_f32_f32 block=256 cols=32
-MATMUL_STEP(bf16_f32_f32, bf16, float, float)
 
 #define MATMUL_TILE(suffix, X, W, Y) KERNEL(matmul_tile_##suffix, matmul_args, 256) { matmul_tile<X, W, Y>(a); }
 

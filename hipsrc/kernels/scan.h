@@ -1,4 +1,4 @@
-// scan.h - block-wide prefix sums and exact radix selection, shared by topk, experts and sampling.
+// scan.h - block-wide prefix sums and exact radix selection, shared by topk, experts, sampling, the hot cache and the selection of a step.
 // Two levels in LDS instead of wave shuffles: any element type, one order whatever the wave width, and four meeting points of the
 // work-items instead of eight (a meeting point is what a work-item costs on the host).
 // block_scan is for integers and any block: two levels of prefixes over 32 lanes, two meeting points.

@@ -16,7 +16,8 @@
 namespace step {
 
 constexpr uint32_t PAIR = 2;  // rows of weights of a group of lanes
-constexpr uint32_t ROWS_MAX = 2;  // rows of x that share a walk over the weights; 4 take more registers than two blocks a processor leave
+// Rows of x that share a walk over the weights. 4 take more registers than two blocks a processor leave; waves of 64 have too few scalar ones for 2.
+constexpr uint32_t ROWS_MAX = WAVE == 64 ? 1 : 2;
 constexpr uint32_t COLS = gemv::THREADS / 32 * PAIR, COLS_SHORT = gemv::THREADS / 4 * PAIR;
 static_assert(COLS == 16 && COLS_SHORT == 128, "the LAUNCH lines below and glm53/ops/step.py");
 
@@ -35,10 +36,12 @@ struct Segment {
   const uint16_t* scales;
   uint8_t* y;
   uint32_t n, y_stride, format, epilogue, head_stride, rope_offset;
-  uint32_t index, block, blocks;
+  uint32_t index, block;
 };
 
 DEVICE uint32_t pairs_of(uint32_t n, uint32_t epilogue) { return epilogue == SILU ? n : (n + 1) / 2; }
+
+DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i, uint32_t groups) { return (pairs_of(a.n[i], a.epilogue[i]) + groups - 1) / groups; }
 
 // The segment of block `block` of the products; an index into the arrays of the arguments would put them into scratch memory.
 DEVICE Segment segment_of(const step_gemv_args& a, uint32_t block) {
@@ -47,10 +50,10 @@ DEVICE Segment segment_of(const step_gemv_args& a, uint32_t block) {
   bool found = false;
   UNROLL
   for (uint32_t i = 0; i < 4; i++) {
-    uint32_t blocks = a.codes[i] ? (pairs_of(a.n[i], a.epilogue[i]) + groups - 1) / groups : 0u;
+    uint32_t blocks = a.codes[i] ? blocks_of(a, i, groups) : 0u;
     if (!found && block < blocks) {
       s = {in_global((const uint8_t*)a.codes[i]), in_global((const uint16_t*)a.scales[i]), in_global((uint8_t*)a.y[i]), a.n[i], a.y_stride[i],
-           a.format[i], a.epilogue[i], a.head_stride[i], a.rope_offset[i], i, block, blocks};
+           a.format[i], a.epilogue[i], a.head_stride[i], a.rope_offset[i], i, block};
       found = true;
     }
     block -= blocks;
@@ -93,7 +96,8 @@ template <class T> DEVICE void store_pair(const step_gemv_args& a, const Segment
 }
 
 // ROWS rows of x from `row` on, times the block's columns.
-template <class T, class W, uint32_t ROWS, bool ALIGNED> DEVICE void multiply(const step_gemv_args& a, const Segment& s, uint32_t row, const Lds& lds) {
+template <class T, class W, uint32_t ROWS, bool ALIGNED>
+DEVICE void multiply(const step_gemv_args& a, const Segment& s, uint32_t row, const Lds& lds) {
   // Opaque: else what groups of rows and formats share is computed before all of them, and takes registers that the loops need.
   uint32_t k = opaque(a.k), t = opaque_item(thread_id());
   constexpr uint32_t SPAN = gemv::span_of<T, ROWS>;
@@ -147,8 +151,8 @@ template <class T, class W> DEVICE void multiply_rows(const step_gemv_args& a, c
       }
     }
     taken = a.rows - row < ROWS_MAX || sizeof(T) == 4 ? 1 : ROWS_MAX;
-    if constexpr (sizeof(T) == 2) {
-      if (taken == ROWS_MAX) multiply<T, W, ROWS_MAX, true>(a, s, row, lds);
+    if constexpr (ROWS_MAX > 1 && sizeof(T) == 2) {
+      if (taken > 1) multiply<T, W, ROWS_MAX, true>(a, s, row, lds);
     }
     if (taken == 1) multiply<T, W, 1, true>(a, s, row, lds);
   }
@@ -203,7 +207,7 @@ DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds
   block_sync();
   if (thread_id() == 0) words[0] = global_add((uint32_t*)p.arrivals, 1u);
   block_sync();
-  if (words[0] + 1u != s.blocks) return;
+  if (words[0] + 1u != blocks_of(a, 0, gemv::groups_of(a.k))) return;
   fence_device();
   block_sync();
   if (thread_id() == 0) *(uint32_t*)p.arrivals = 0;
@@ -231,6 +235,10 @@ template <class T> DEVICE void run(const step_gemv_args& a) {
     return;
   }
   Segment s = segment_of(a, block_x() - a.part_blocks);
+  s.n = in_item(s.n);
+  s.y_stride = in_item(s.y_stride);
+  s.head_stride = in_item(s.head_stride);
+  s.rope_offset = in_item(s.rope_offset);
   if (s.format == WEIGHT_Q8G64) multiply_rows<T, q8g64_weights>(a, s, lds);
   else if (s.format == WEIGHT_Q4G64) multiply_rows<T, q4g64_weights>(a, s, lds);
   else if (s.format == WEIGHT_BF16) multiply_rows<T, bf16_weights>(a, s, lds);

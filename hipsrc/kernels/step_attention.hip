@@ -7,9 +7,9 @@
 //
 // step_attend: products on matrix tiles of T, sums and softmax in f32. The rows of a split pass through LDS as T, 32 (bf16) or 16 (f32) at a time,
 // with an online softmax; all loads of a bf16 block are issued before the first is waited for. Codes of a q8g64 row are exact in bf16: the scale of
-// a group of 64 columns is applied to the group's sum for s, and to p, before it is rounded to T, for the output. Rows past counts[r] are zeros of
-// weight 0. Order of additions of s: four quarters (steps of 16 columns 8q .. 8q + 7, then step 32 + q), each ascending, group by group where rows
-// have scales; quarters ascending. Mass: a butterfly over n % 16, pass by pass. Output: n ascending in tiles of 16.
+// a group of 64 columns is applied to the group's sum for s, and to p, before it is rounded to T, for the output. Rows past counts[r] are
+// zeros of weight 0. Order of additions of s: four quarters (steps of 16 columns 8q .. 8q + 7, then step 32 + q), each ascending, group by group
+// where rows have scales; quarters ascending. Mass: a butterfly over n % 16, pass by pass. Output: n ascending in tiles of 16.
 // step_expand: splits ascending; o as decision 0004 with LANES = 4.
 // Limits: latent <= 512, latent + rope <= 576, both multiples of 8, as are the offsets and strides of q; q8g64 rows: latent 512.
 #include "portable.h"
@@ -286,7 +286,7 @@ template <class T, class Words> DEVICE void attend(const step_attend_args& a) {
       }
       UNROLL
       for (uint32_t w = 0; w < LOADS; w++) {
-        uint32_t word[4];  // rows past the plan are zeros: their weight of 0 must not meet a NaN
+        uint32_t word[4];  // rows past the plan are zeros: nothing of theirs can reach a sum
         UNROLL
         for (uint32_t j = 0; j < 4; j++) word[j] = start + n < left ? raw[i][w][j] : 0u;
         uint32_t at = lane + w * S::LANES;

@@ -109,6 +109,7 @@ class HostKernel(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("pointer_count", ctypes.c_uint32),
         ("pointer_offsets", ctypes.POINTER(ctypes.c_uint16)),
+        ("fast", ctypes.c_void_p),
     ]
 
 
@@ -125,7 +126,7 @@ def test_host_table_agrees_with_the_manifest_and_the_structs() -> None:
     library = ctypes.CDLL(str(built_path("host")))
     library.glm53_host_module_get.restype = ctypes.POINTER(HostModule)
     module = library.glm53_host_module_get().contents
-    assert module.abi == 1
+    assert module.abi == 2
     found = {module.kernels[i].name.decode(): module.kernels[i] for i in range(module.kernel_count)}
     assert set(found) == set(manifest()["kernels"])
     for name, kernel in found.items():

@@ -104,9 +104,7 @@ def test_refusals_launch_nothing() -> None:
         lambda: basic.silu_mul(stream, array(F32, 2, 7), array(F32, 2, 4, address=1000)),
         lambda: basic.silu_mul(stream, array(F32, 2, 8), array(F32, 2, 4)),
         lambda: matmul.matmul(stream, array(F32, 2, 8), matrix(F32, 4, 8), array(BF16, 2, 4, address=1000)),
-        lambda: matmul.matmul(stream, array(F32, 2, 8), matrix(F32, 4, 8), array(F32, 2, 4, address=1000), kind="fast"),
-        lambda: matmul.matmul(stream, array(F32, 2, 64), quantised(WeightFormat.Q8G64, 4, 64), array(F32, 2, 4, address=1000), kind="step"),
-        lambda: matmul.matmul(stream, array(F32, 2, 64), quantised(WeightFormat.Q4G64, 4, 128), array(F32, 2, 4, address=1000), kind="tile"),
+        lambda: matmul.matmul(stream, array(F32, 2, 64), quantised(WeightFormat.Q4G64, 4, 128), array(F32, 2, 4, address=1000)),
         lambda: weights.quantise(stream, array(F32, 2, 64), None, matrix(F32, 2, 64), array(DType.U32, 1)),
         lambda: weights.quantise(stream, array(F32, 2, 64, address=8), None, quantised(WeightFormat.Q8G64, 2, 64, address=4096), array(DType.U32, 1)),
         lambda: weights.quantise(stream, array(F32, 2, 64), None, quantised(WeightFormat.Q8G64, 2, 64), array(DType.U32, 1)),
@@ -133,7 +131,7 @@ def test_grid_limits_are_refused_by_name() -> None:
     stream: Any = Recorder()
     x, w, y = array(F32, 65_536 * 64, 1), matrix(F32, 1, 1), array(F32, 65_536 * 64, 1, address=1 << 40)
     with pytest.raises(ContractError, match=r"matmul_tile_f32_f32_f32: grid .* too large"):
-        matmul.matmul(stream, x, w, y, kind="tile")
+        matmul.matmul(stream, x, w, y)
 
 
 def test_costs_count_each_operand_once() -> None:

@@ -1,6 +1,7 @@
 """The kernel cases on the cpu runtime, both built with AddressSanitizer and UndefinedBehaviorSanitizer, in a process of their own.
 
-Every family is there: all quick cases of families with few, every n-th of those with many, to keep the build the larger part of the time.
+Both forms of each kernel. Every family is there: all quick cases of families with few, every n-th of those with many, to keep the build the larger
+part of the time.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ device = Device(0)
 count = 0
 for family, cases in families.items():
     for case in cases[:: -(-len(cases) // {CASES_PER_FAMILY})]:
-        print("case", case, flush=True)
-        case.run(device)
+        for fibers in (1, 0):  # work-item by work-item, then the fast forms
+            print("case", case, "fibers" if fibers else "fast", flush=True)
+            runtime.control().glm53_cpu_fibers(fibers)
+            case.run(device)
         count += 1
 device.close()
 print("all", len(families), "families,", count, "cases")

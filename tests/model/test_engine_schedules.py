@@ -128,8 +128,9 @@ def test_a_failing_call_while_opening_leaves_nothing(control: ctypes.CDLL, path:
         try:
             with Engine.open(path, **SETTINGS) as engine:
                 control.glm53_cpu_fail(api.encode(), 0, 0)
-                # Only the litmus loop reports a failed call instead of raising it: the engine opened with the fallback.
-                assert isinstance(engine.tier, HostTier) and engine.tier.config.fetch == "copy", f"{api} {nth} failed and nobody noticed"
+                # Only the litmus loops report a failed call instead of raising it: the engine opened with a fallback.
+                assert isinstance(engine.tier, HostTier)
+                assert engine.tier.config.fetch == "copy" or not engine.decoder.graphs, f"{api} {nth} failed and nobody noticed"
                 assert engine.generate(PROMPTS[1], PARAMS) == expected, f"{api} {nth}: the fallback differs"
         except (HipError, DeviceMemoryError):
             pass

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from glm53 import Engine
-from glm53.ops import matmul
 from tests.conftest import DEMO, ROOT, load_script
 
 # Measured: 1.3 and 0.92 over 256 rows, docs/decisions/0005-weight-formats.md.
@@ -27,20 +24,14 @@ def forced_logits(engine: Engine, ids: list[int], count: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[np.ndarray, list[int], list[int]]]:
     """By setting: logits of prose, the tokens that answer the question when the right ones are fed, and the right ones."""
-    demo, real = load_script(ROOT / "scripts" / "demo.py"), matmul.matmul
+    demo = load_script(ROOT / "scripts" / "demo.py")
     prose, results = (ROOT / "scripts" / "prose.txt").read_text(encoding="utf-8"), {}
-
-    def tile(*args: Any, **kwargs: Any) -> None:
-        real(*args, **(kwargs | {"kind": "tile"}))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul, "matmul", tile)  # the step class of this module has no quantised variants
-        for setting in ("bf16", "q8q4"):
-            with Engine.open(DEMO, weights=setting, context_rows_max=1024, kv_tier="resident") as engine:
-                logits = forced_logits(engine, engine.encode(prose)[:PROSE_ROWS], FORCED)
-                key = engine.encode(" " + demo.KEYS[demo.ASKED])
-                answer = forced_logits(engine, engine.encode(demo.pass_key_prompt(prose)) + key[:-1], len(key))
-                results[setting] = logits, [int(row.argmax()) for row in answer], key
+    for setting in ("bf16", "q8q4"):
+        with Engine.open(DEMO, weights=setting, context_rows_max=1024, kv_tier="resident") as engine:
+            logits = forced_logits(engine, engine.encode(prose)[:PROSE_ROWS], FORCED)
+            key = engine.encode(" " + demo.KEYS[demo.ASKED])
+            answer = forced_logits(engine, engine.encode(demo.pass_key_prompt(prose)) + key[:-1], len(key))
+            results[setting] = logits, [int(row.argmax()) for row in answer], key
     return results
 
 

@@ -62,6 +62,7 @@ class Gpu:
             control.glm53_runtime_message.restype = c_char_p
             control.glm53_cpu_configure.argtypes = [c_uint32, c_uint64]
             control.glm53_cpu_seed.argtypes = [c_uint64, c_int]
+            control.glm53_cpu_fibers.argtypes = [c_int]
             control.glm53_cpu_fail.argtypes = [c_char_p, c_uint64, c_int]
             control.glm53_cpu_calls.argtypes, control.glm53_cpu_calls.restype = [c_char_p], c_uint64
             control.glm53_cpu_live.argtypes, control.glm53_cpu_live.restype = [c_char_p], c_uint64

@@ -91,17 +91,36 @@ void publish_then_wait(const void* p) {
   a->result[0] = a->theirs[1];
 }
 
+// y[block] tells which form ran: 1 work-items, 2 fast.
+void two_forms(const void* p) {
+  auto a = static_cast<const words_args*>(p);
+  a->y[running.block] = 1;
+}
+int two_forms_fast(const glm53_host_kernel*, const void* args, glm53_dim3, uint64_t first, uint64_t last, const glm53_host_hooks* hooks, char* message,
+                   size_t message_bytes) {
+  auto a = static_cast<const words_args*>(args);
+  for (uint64_t block = first; block < last; block++) {
+    if (block >= a->count && !hooks->may_touch(hooks->context, 16, 4)) {  // an address that no device has
+      snprintf(message, message_bytes, "forbidden address");
+      return 1;
+    }
+    a->y[block] = 2;
+  }
+  return 0;
+}
+
 const glm53_host_kernel kernels[] = {
-    {"add_one", add_one, sizeof(words_args), 32, 0, 2, words_pointers},
-    {"step_state", step_state, sizeof(words_args), 1, 0, 2, words_pointers},
-    {"overrun", overrun, sizeof(words_args), 1, 0, 2, words_pointers},
-    {"ticket", ticket, sizeof(words_args), 32, 0, 2, words_pointers},
-    {"chase", chase, sizeof(words_args), 1, 0, 2, words_pointers},
-    {"broken", broken, sizeof(words_args), 1, 0, 2, words_pointers},
-    {"exchange", exchange, sizeof(spin_args), 1, GLM53_KERNEL_SPINS, 3, spin_pointers},
-    {"publish_then_wait", publish_then_wait, sizeof(spin_args), 1, GLM53_KERNEL_SPINS, 3, spin_pointers},
-    {"waits_unflagged", exchange, sizeof(spin_args), 1, 0, 3, spin_pointers},
-    {"huge_args", broken, 4104, 1, 0, 0, words_pointers},
+    {"add_one", add_one, sizeof(words_args), 32, 0, 2, words_pointers, nullptr},
+    {"step_state", step_state, sizeof(words_args), 1, 0, 2, words_pointers, nullptr},
+    {"overrun", overrun, sizeof(words_args), 1, 0, 2, words_pointers, nullptr},
+    {"ticket", ticket, sizeof(words_args), 32, 0, 2, words_pointers, nullptr},
+    {"chase", chase, sizeof(words_args), 1, 0, 2, words_pointers, nullptr},
+    {"broken", broken, sizeof(words_args), 1, 0, 2, words_pointers, nullptr},
+    {"exchange", exchange, sizeof(spin_args), 1, GLM53_KERNEL_SPINS, 3, spin_pointers, nullptr},
+    {"publish_then_wait", publish_then_wait, sizeof(spin_args), 1, GLM53_KERNEL_SPINS, 3, spin_pointers, nullptr},
+    {"waits_unflagged", exchange, sizeof(spin_args), 1, 0, 3, spin_pointers, nullptr},
+    {"huge_args", broken, 4104, 1, 0, 0, words_pointers, nullptr},
+    {"two_forms", two_forms, sizeof(words_args), 1, 0, 2, words_pointers, two_forms_fast},
 };
 
 int run_blocks(const glm53_host_kernel* kernel, const void* args, glm53_dim3, uint64_t first, uint64_t last, const glm53_host_hooks* hooks,

@@ -152,12 +152,41 @@ def test_plain_kernel_may_not_wait(gpu: Any) -> None:
 def test_threads(gpu: Any, threads: int) -> None:
     _ = gpu.hip
     gpu.control.glm53_cpu_set_threads(threads)
-    x, y = gpu.upload(np.zeros(1, np.uint32)), gpu.alloc(4 * 1000)
+    blocks = 20_000  # long enough for the other threads to be woken
+    x, y = gpu.upload(np.zeros(1, np.uint32)), gpu.alloc(4 * blocks)
     for _ in range(5):
-        gpu.launch("ticket", WordsArgs(x, y, 0), grid=1000)
+        gpu.launch("ticket", WordsArgs(x, y, 0), grid=blocks)
     gpu.hipDeviceSynchronize()
-    assert gpu.download(x, 1)[0] == 5000
-    assert sorted(gpu.download(y, 1000).tolist()) == list(range(4000, 5000))
+    assert gpu.download(x, 1)[0] == 5 * blocks
+    assert (np.sort(gpu.download(y, blocks)) == np.arange(4 * blocks, 5 * blocks)).all()
+
+
+def test_fast_form_runs_unless_fibers_are_called_for(gpu: Any) -> None:
+    def form() -> int:
+        gpu.launch("two_forms", WordsArgs(y, y, 100), grid=100)
+        gpu.hipDeviceSynchronize()
+        (seen,) = set(gpu.download(y, 100).tolist())
+        return int(seen)
+
+    y = gpu.alloc(400)
+    assert form() == 2
+    gpu.control.glm53_cpu_fibers(1)
+    assert form() == 1
+    gpu.control.glm53_cpu_fibers(0)
+    assert form() == 2
+    gpu.control.glm53_cpu_fail(b"hipHostMalloc", 1, 2)
+    assert form() == 1
+    gpu.control.glm53_cpu_fail(b"hipHostMalloc", 0, 0)
+    assert form() == 2
+    gpu.seed(3)
+    assert form() == 1
+
+
+def test_fast_form_is_refused_a_forbidden_address(gpu: Any) -> None:
+    y = gpu.alloc(400)
+    gpu.launch("two_forms", WordsArgs(y, y, 50), grid=100)
+    assert gpu.code("hipDeviceSynchronize") == "hipErrorIllegalAddress"
+    assert "kernel two_forms read the address 0x10 from memory (4 bytes)" in gpu.message()
 
 
 def test_blocks_run_in_random_order_when_seeded(gpu: Any) -> None:
