@@ -1,4 +1,4 @@
-"""The demo model at work: a streamed continuation, and a pass key found again hundreds of tokens later through the indexer's selection."""
+"""The demo model at work: a streamed continuation, and a pass key found again 3,000 tokens later through the indexer's selection."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ KEYS = {"Morwen": "48213", "Tobias": "90367", "Lydia": "15528"}  # names in the 
 ASKED = "Morwen"
 PREFIX = "In the beginning"
 HOT_ROWS = 512
+ROUNDS = 6  # of the prose: more than 3,000 tokens between the key and the question
 ANSWER_TOKENS = 8
 
 
-def pass_key_prompt(prose: str, asked: str = ASKED) -> str:
-    """Facts, the prose with two more facts in it, then the question: in the sentence pattern the model was trained on."""
-    paragraphs = prose.strip().split("\n")
+def pass_key_prompt(prose: str, asked: str = ASKED, rounds: int = 1) -> str:
+    """Facts, the prose (`rounds` times over) with two more facts in it, then the question: in the sentence pattern the model was trained on."""
+    paragraphs = prose.strip().split("\n") * rounds
     facts = [f"The pass key of {name} is {key}." for name, key in KEYS.items()]
     third = len(paragraphs) // 3
     parts = [facts[0], *paragraphs[:third], facts[1], *paragraphs[third : 2 * third], facts[2], *paragraphs[2 * third :]]
@@ -37,7 +38,7 @@ def pass_key_prompt(prose: str, asked: str = ASKED) -> str:
 def main(runtime: str, new_tokens: int) -> None:
     """Shows the demo model at work; exits with 1 if the pass key is wrong or the two tiers differ."""
     settings = {"runtime": runtime, "context_rows_max": 4096}
-    prompt = pass_key_prompt((ROOT / "scripts" / "prose.txt").read_text(encoding="utf-8"))
+    prompt = pass_key_prompt((ROOT / "scripts" / "prose.txt").read_text(encoding="utf-8"), rounds=ROUNDS)
     with Engine.open(MODEL, kv_tier="host", hot_rows=HOT_ROWS, **settings) as engine:
         spec = engine.spec
         click.echo(f"{MODEL.name}: {spec.n_layers} layers, {len(spec.full_layers)} with an indexer, top-{spec.index_topk} selection")

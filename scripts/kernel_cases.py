@@ -394,7 +394,6 @@ def select(m: Maker) -> Iterator[list[Point]]:
         tables = m.put(
             np.uint64(keys.address) + np.arange(copies * extents, dtype=np.uint64).reshape(copies, extents) * np.uint64(shape.extent_bytes)
         )
-        place = ExtentPlace(tables, ExtentShape(s.extent_rows, 1, s.row_bytes))  # references are computed, not followed
         points = []
         for count in m.row_counts:
             score, top = (Selector.make(m.device, count, history, s.topk, "bench") for _ in range(2))
@@ -408,10 +407,10 @@ def select(m: Maker) -> Iterator[list[Point]]:
             reset = partial(score.reset, m.stream)  # its histogram is cleared by the top-k that follows in a step
             points.append(Point("score", "step_score_bf16", name, count, launches, cost, history, reset))
             top.score(m.stream, query, gate, tables, sessions[0], positions, shape, 0)
-            out = (m.empty(DType.I32, count, s.topk), m.empty(DType.I32, count), m.empty(DType.U64, count, s.topk))
-            choose = partial(top.topk, m.stream, positions, sessions[0], *out, place)
+            out = (m.empty(DType.I32, count, s.topk), m.empty(DType.I32, count))
+            choose = partial(top.topk, m.stream, positions, *out, cleared=score.histogram)  # its own stays, for the next launch
             cost = step_select.cost_topk(count, s.topk, history)
-            points.append(Point("top-k, plan", "step_topk", f"{s.topk} of {history}", count, (choose,), cost, history))
+            points.append(Point("top-k", "step_topk", f"{s.topk} of {history}", count, (choose,), cost, history))
         yield points
 
 
@@ -443,12 +442,11 @@ class HotRound:
         shape = ExtentShape(s.extent_rows, 1, s.row_bytes)
         extents = m.put(np.full((1, shape.extents_for(history)), NOWHERE, np.uint64))  # of rows that are never fetched
         lists = (self.selected, self.counts, self.sessions, self.starts, extents, self.place, self.plan, self.fetch)
-        self.give = step.GivePart(step_select.give_args(*lists, shape), 1)
+        arrivals = m.put(np.zeros((1, step_select.ARRIVAL_WORDS), np.uint32))
+        self.give = step.GivePart(step_select.give_args(*lists, shape, arrivals), count)
+        resident = step_select.place_args(self.selected, self.counts, self.sessions, ExtentPlace(extents, shape), self.plan)
+        self.resident = step.PlacePart(resident, count)
         self._check()
-
-    def topk(self) -> None:
-        where = (self.positions, self.sessions, self.selected, self.counts, self.plan, self.place)
-        self.selector.topk(self.m.stream, *where, self.drawn)
 
     def _check(self) -> None:
         """One round: scores of random keys, top-k, GIVE beside a small product. Raises Glm53Error if a row was missed."""
@@ -459,7 +457,7 @@ class HotRound:
         table = m.put(np.uint64(store.address) + np.arange(extents, dtype=np.uint64)[None] * np.uint64(keys.extent_bytes))
         query, gate = m.draw(self.count, s.index_heads, s.index_dim), m.draw(self.count, s.index_heads, dtype=DType.F32)
         self.selector.score(m.stream, query, gate, table, self.sessions, self.positions, keys, 0)
-        self.topk()
+        self.selector.topk(m.stream, self.positions, self.selected, self.counts, self.drawn)
         step.gemv(m.stream, m.draw(1, 64), [Segment(m.matrix(Q8, 16, 64), m.empty(T, 1, 16))], part=self.give)
         missed, plan = self.fetch.counts.numpy(m.stream), self.plan.numpy(m.stream)
         if missed.any() or (plan % 4 != Space.HOT).any() or not plan.all():
@@ -474,15 +472,12 @@ class HotRound:
 
 
 def host_tier(m: Maker) -> Iterator[list[Point]]:
-    """The launches that the host tier adds to, where every selected row is found: look-up, GIVE and FETCH with nothing to do."""
-    s, history = m.shapes, m.histories[0]
+    """The launches that carry a tier's parts: PLACE of the resident tier; GIVE and FETCH of the host tier where every selected row is found."""
+    s = m.shapes
     rounds = {count: HotRound(m, count) for count in m.row_counts}
-    entries = {count: 24 * count * s.topk for count in rounds}
-    look_up = [Cost(step_select.cost_topk(count, s.topk, history).bytes + entries[count] // 2, 0) for count in rounds]
-    name = f"{s.topk} of {history}, all in slots"
-    turns = zip(rounds.items(), look_up, strict=True)
-    yield [Point("top-k, hot plan", "step_topk", name, count, (one.topk,), cost, history) for (count, one), cost in turns]
-    yield products(m, "q_b, give", s.q_lora, [query_product(s)], part_of=lambda _, count: (rounds[count].give, entries[count]))
+    entries = {count: 12 * count * s.topk for count in rounds}
+    yield products(m, "q_b, place", s.q_lora, [query_product(s)], part_of=lambda _, count: (rounds[count].resident, entries[count]))
+    yield products(m, "q_b, give", s.q_lora, [query_product(s)], part_of=lambda _, count: (rounds[count].give, 2 * entries[count]))
     yield per_head(m, "absorb, fetch", part_of=lambda _, count: (rounds[count].fetch_part(), 0))
 
 
@@ -524,9 +519,12 @@ def sample(m: Maker) -> Iterator[list[Point]]:
         points = []
         for count in m.row_counts:
             logits, params = m.draw(count, s.vocab, dtype=DType.F32, std=2.0), m.put(sampling.pack_rows([(settings, r, 9, -1) for r in range(count)]))
+            scratch, stage = sampling.SampleScratch.make(m.device, count, s.vocab, "bench"), sampling.Stage.of([settings])
+            m.owns(scratch.free)
             arrays = (logits, params, None, m.empty(DType.I32, count), m.empty(DType.F32, count), None)
-            run = partial(sampling.sample, m.stream, *arrays)
-            points.append(Point(f"sample, {label}", "sample", f"{s.vocab}", count, (run,), sampling.cost_sample(count, s.vocab)))
+            run = partial(sampling.sample, m.stream, scratch, *arrays, stage)
+            kernel = "sample_best" if stage is sampling.Stage.BEST else "sample_draw"
+            points.append(Point(f"sample, {label}", kernel, f"{s.vocab}", count, (run,), sampling.cost_sample(count, s.vocab)))
         yield points
 
 

@@ -34,7 +34,7 @@ VGPRS_A_LANE, VGPR_UNIT, WAVES_MAX, SIMDS, LDS_BYTES = 1536, 24, 16, 4, 128 << 1
 LOW = 0.25  # efficiency below which a kernel waits for latency rather than for memory
 READELF_NAMES = ("llvm-readelf", *(f"llvm-readelf-{version}" for version in range(22, 14, -1)))
 
-FULL = ("q_a, kv_a, index key, gates", "index query, rows, key", "score", "top-k, plan", "q_b")
+FULL = ("q_a, kv_a, index key, gates", "index query, rows, key", "score", "top-k", "q_b")
 SHARED = ("q_a, kv_a", "q_b, rows")
 ATTENTION = ("absorb", "attend", "expand", "o")
 SPARSE = ("router, shared gate and up", "routed gate and up", "routed and shared down")
@@ -47,7 +47,7 @@ LAYER_KINDS = (
     ("shared selection, experts", (*SHARED, *ATTENTION, *SPARSE), 57),
 )
 OPS = tuple(dict.fromkeys((*FULL, *SHARED, *ATTENTION, *SPARSE, *DENSE, *TOKEN)))
-WHOLE = ("top-k, plan", "begin", "sample, greedy", "end")  # both devices of a pair do all of it
+WHOLE = ("top-k", "begin", "sample, greedy", "end")  # both devices of a pair do all of it
 
 
 @dataclass(frozen=True)

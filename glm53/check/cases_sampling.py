@@ -5,6 +5,8 @@ Tokens must equal the reference's exactly, log-probabilities to a tolerance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -96,15 +98,28 @@ def fill_logits(kind: str, rows: int, vocab: int) -> np.ndarray:
     return logits
 
 
+@contextmanager
+def scratch_of(device: Device, rows: int, vocab: int) -> Iterator[sampling.SampleScratch]:
+    """Scratch of poison, but for what the kernels expect to be 0."""
+    scratch = sampling.SampleScratch.make(device, rows, vocab, "check")
+    for array in (scratch.records, scratch.groups, scratch.states, scratch.masses, scratch.counts, scratch.entries):
+        device.default_stream.fill(array.address, 0xFF, array.nbytes)
+    try:
+        yield scratch
+    finally:
+        device.synchronize()
+        scratch.free()
+
+
 def run_sample(kind: str, vocab: int, draws: tuple[Draw, ...], device: Device) -> Comparison:
-    """All rows in one launch against the reference, then some of them alone: the same bits."""
+    """All rows together against the reference, then some of them alone, in no more launches than they need: the same bits."""
     rows = len(draws)
     logits = fill_logits(kind, rows, vocab)
     seen = (np.random.default_rng(vocab).random((3, vocab)) < 0.4).astype(np.uint8)
     want_tokens = np.array([reference.sample(logits[r], d, seen) for r, d in enumerate(draws)], np.int32)
     want_logprobs = np.array([reference.log_probabilities(logits[r])[t] if t >= 0 else -np.inf for r, t in enumerate(want_tokens)], np.float32)
     wanted = [reference.top_logprobs(logits[r], d.logprobs or 0, TOPS) for r, d in enumerate(draws)]
-    with Bench(device) as bench:
+    with Bench(device) as bench, scratch_of(device, rows, vocab) as scratch:
         marks = bench.put(seen)
 
         def run(of: slice) -> list[np.ndarray]:
@@ -116,7 +131,8 @@ def run_sample(kind: str, vocab: int, draws: tuple[Draw, ...], device: Device) -
                 bench.poison(DType.F32, (count, TOPS)),
             ]
             params = bench.put(sampling.pack_rows([(d, d.seed, d.position, d.seen_row) for d in draws[of]]))
-            sampling.sample(bench.stream, bench.put(logits[of]), params, marks, outputs[0], outputs[1], (outputs[2], outputs[3]))
+            tops, stage = (outputs[2], outputs[3]), sampling.Stage.of(draws[of])
+            sampling.sample(bench.stream, scratch, bench.put(logits[of]), params, marks, outputs[0], outputs[1], tops, stage)
             return [bench.read(output) for output in outputs]
 
         together = run(slice(0, rows))
@@ -132,15 +148,23 @@ def run_sample(kind: str, vocab: int, draws: tuple[Draw, ...], device: Device) -
 
 
 def run_mark(device: Device) -> Comparison:
-    rng, vocab, count = np.random.default_rng(8), 300, 700
-    tokens, rows = rng.integers(-1, vocab + 1, count).astype(np.int32), rng.integers(-1, 4, count).astype(np.int32)
-    want = np.zeros((4, vocab), np.uint8)
-    inside = (rows >= 0) & (tokens >= 0) & (tokens < vocab)
-    want[rows[inside], tokens[inside]] = 1
+    """Marks of what greedy and drawn rows draw, one row of `seen` each; rows without one, and rows with nothing to draw, mark nothing."""
+    rows, vocab = 12, 300
+    logits = draw(8, (rows, vocab), spread=3.0)
+    logits[3] = -np.inf
+    draws = [Draw(temperature=float(r % 2), seed=r, seen_row=-1 if r % 5 == 4 else r, repetition_penalty=1.3 if r % 3 else 1.0) for r in range(rows)]
+    marks = (np.random.default_rng(3).random((rows, vocab)) < 0.4).astype(np.uint8)
+    want = marks.copy()
+    for r, d in enumerate(draws):
+        token = reference.sample(logits[r], d, marks)
+        if token >= 0 and d.seen_row >= 0:
+            want[d.seen_row, token] = 1
     with Bench(device) as bench:
-        seen = bench.put(np.zeros((4, vocab), np.uint8))
-        sampling.mark_seen(bench.stream, seen, bench.put(tokens), bench.put(rows))
-        return compare("seen", bench.read(seen), want)
+        seen, params = bench.put(marks), bench.put(sampling.pack_rows([(d, d.seed, d.position, d.seen_row) for d in draws]))
+        outputs = (bench.poison(DType.I32, (rows,)), bench.poison(DType.F32, (rows,)), None)
+        with scratch_of(device, rows, vocab) as scratch:
+            sampling.sample(bench.stream, scratch, bench.put(logits), params, seen, *outputs, marks=True)
+            return compare("seen", bench.read(seen), want)
 
 
 _PENALTIES = tuple(
@@ -158,6 +182,8 @@ CASES = [
     *(Case("sampling", kind, partial(run_sample, kind, 1000, seeded(FILTERS))) for kind in ("signed-zeros", "one-hot", "non-finite")),
     Case("sampling", "non-finite-3", partial(run_sample, "non-finite", 3, seeded(FILTERS))),
     *(Case("sampling", f"mixed-{kind}", partial(run_sample, kind, 100, mixed(400))) for kind in ("random", "steps", "flat", "equal")),
+    Case("sampling", "mixed-chunks", partial(run_sample, "flat", 6001, mixed(48))),
+    Case("sampling", "mixed-chunks-aligned", partial(run_sample, "random", 6000, mixed(40))),
     Case("sampling", "seeds-and-positions", partial(run_sample, "random", 500, ENDS)),
     Case("sampling", "penalties", partial(run_sample, "random", 777, seeded(_PENALTIES))),
     Case("sampling", "released-vocabulary", partial(run_sample, "random", 154_880, seeded(FILTERS[2::4]))),

@@ -1,8 +1,8 @@
-"""Checks of the experts of a decode step: every format and type, odd sizes, both lane counts, ids outside the range, alone against batched."""
+"""Checks of the experts of a decode step: every format and type, odd sizes, both divisions of k, ids outside the range, alone against batched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -40,7 +40,7 @@ class Experts:
 @dataclass(frozen=True)
 class Down(Experts):
     shared_k: int = 64
-    shared_format: WeightFormat = F32
+    shared_format: WeightFormat = Q8
     in_place: bool = False
 
 
@@ -115,41 +115,56 @@ def run_down(case: Down, device: Device) -> Comparison:
         return compare("y", bench.read(check_rows(bench, case.rows, call)), want, _TOLERANCE[case.dtype], scale)
 
 
-def _each(make: Callable[[str, DType, WeightFormat], _Kind]) -> list[_Kind]:
-    return [make(f"{t.label}-{f.label}", t, f) for t in (DType.F32, DType.BF16) for f in WeightFormat]
+# Formats of the routed weights that each type has kernels for.
+ROUTED = {DType.F32: (F32, BF16, Q4), DType.BF16: (BF16, Q8, Q4)}
+SHARED = {DType.F32: (F32, BF16, Q8), DType.BF16: (BF16, Q8)}
 
 
-# k below and from 1,024 (4 lanes, 32 lanes); n that fills no block; k beyond what is staged (6,144); rows that 16-byte loads cannot read.
+def _each(formats: Mapping[DType, tuple[WeightFormat, ...]], make: Callable[[str, DType, WeightFormat], _Kind]) -> list[_Kind]:
+    return [make(f"{t.label}-{f.label}", t, f) for t, some in formats.items() for f in some]
+
+
+# k below 1,024 (not divided among waves) and from there on; n that fills no block; k in several spans of x; rows that 16-byte loads cannot read;
+# experts with one, two, four, eight and more pairs, which share a block.
 _EXPERTS = (
-    *_each(lambda name, t, f: Experts(f"short-{name}", 3, 2, 4, 33, 192, t, f)),
-    *_each(lambda name, t, f: Experts(f"long-{name}", 2, 2, 3, 39, 1088, t, f)),
+    *_each(ROUTED, lambda name, t, f: Experts(f"short-{name}", 3, 2, 4, 33, 192, t, f)),
+    *_each(ROUTED, lambda name, t, f: Experts(f"long-{name}", 2, 2, 3, 39, 1088, t, f)),
+    *_each(ROUTED, lambda name, t, f: Experts(f"spans-{name}", 9, 1, 2, 5, 2176, t, f, kind="one")),
     Experts("one", 1, 1, 1, 1, 1, DType.F32, F32),
+    Experts("one-bf16", 1, 1, 1, 1, 1, DType.BF16, BF16),
     Experts("odd-f32", 2, 3, 4, 5, 17, DType.F32, F32),
     Experts("odd-bf16", 2, 3, 4, 5, 1027, DType.BF16, BF16),
+    Experts("odd-short-bf16", 3, 1, 2, 17, 131, DType.BF16, BF16),
     Experts("odd-long-f32", 2, 1, 2, 3, 1025, DType.F32, F32),
-    Experts("bf16-f32-odd", 2, 1, 2, 3, 1031, DType.BF16, F32),
     Experts("four-rows", 4, 4, 16, 64, 64, DType.BF16, Q4),
     Experts("eight-rows", 8, 8, 16, 32, 1024, DType.BF16, Q4),
+    Experts("eight-rows-few-experts", 8, 8, 9, 16, 4160, DType.BF16, Q4),
     Experts("sixteen-rows", 16, 2, 6, 32, 1024, DType.BF16, Q8),
+    Experts("sixteen-rows-of-eight", 16, 8, 12, 16, 1024, DType.BF16, Q4),
     Experts("all-on-one", 4, 1, 5, 36, 1152, DType.BF16, Q4, kind="one"),
+    Experts("nineteen-on-one", 19, 1, 2, 16, 1024, DType.BF16, Q4, kind="one"),
     Experts("outside", 3, 4, 5, 40, 1024, DType.BF16, Q4, kind="outside"),
-    Experts("outside-short", 3, 4, 5, 40, 128, DType.F32, Q8, kind="outside"),
+    Experts("outside-short", 3, 4, 5, 40, 128, DType.F32, Q4, kind="outside"),
     Experts("real-k", 1, 2, 2, 32, 6144, DType.BF16, Q4),
-    Experts("beyond-the-stage", 2, 1, 2, 5, 6208, DType.BF16, Q4),
-    Experts("beyond-the-stage-bf16", 2, 1, 2, 3, 6152, DType.BF16, BF16),
+    Experts("beyond-the-stage", 1, 2, 2, 5, 6208, DType.BF16, Q4),
+    Experts("beyond-the-stage-bf16", 2, 1, 2, 3, 8200, DType.BF16, BF16, kind="one"),
 )
 _DOWN = (
-    *_each(lambda name, t, f: Down(f"short-{name}", 3, 2, 4, 21, 192, t, f, shared_k=128, shared_format=f)),
-    *_each(lambda name, t, f: Down(f"long-{name}", 2, 2, 3, 21, 1088, t, f, shared_k=1152, shared_format=f)),
-    *_each(lambda name, t, f: Down(f"mixed-{name}", 1, 4, 4, 16, 1024, t, Q4, shared_k=320, shared_format=f)),
-    Down("one", 1, 1, 1, 1, 1, DType.F32, F32, shared_k=1),
+    *_each(ROUTED, lambda name, t, f: Down(f"short-{name}", 3, 2, 4, 21, 192, t, f, shared_k=128, shared_format=BF16)),
+    *_each(ROUTED, lambda name, t, f: Down(f"long-{name}", 2, 2, 3, 37, 1088, t, f, shared_k=1152, shared_format=Q8)),
+    *_each(SHARED, lambda name, t, f: Down(f"mixed-{name}", 1, 4, 4, 16, 1024, t, Q4, shared_k=320, shared_format=f)),
+    *_each(SHARED, lambda name, t, f: Down(f"spans-{name}", 2, 2, 3, 5, 4160, t, Q4, shared_k=2112, shared_format=f)),
+    Down("one", 1, 1, 1, 1, 1, DType.F32, F32, shared_k=1, shared_format=F32),
+    Down("one-bf16", 1, 1, 1, 1, 1, DType.BF16, BF16, shared_k=1, shared_format=BF16),
     Down("odd", 2, 3, 4, 5, 17, DType.F32, F32, shared_k=1025, shared_format=F32),
     Down("odd-bf16", 2, 3, 4, 11, 1027, DType.BF16, BF16, shared_k=131, shared_format=BF16),
+    Down("odd-shared-bf16", 2, 3, 4, 33, 131, DType.BF16, BF16, shared_k=2049, shared_format=BF16),
     Down("four-rows-in-place", 4, 4, 16, 64, 64, DType.BF16, Q4, shared_k=64, shared_format=Q8, in_place=True),
     Down("eight-rows", 8, 8, 16, 24, 2048, DType.BF16, Q4, shared_k=2048, shared_format=Q8),
     Down("sixteen-rows", 16, 2, 6, 16, 1024, DType.BF16, Q8, shared_k=64, shared_format=Q8, kind="one"),
     Down("most-slots", 2, 16, 17, 16, 1024, DType.BF16, Q4, shared_k=1024, shared_format=Q8),
-    Down("nine-slots", 2, 9, 9, 12, 128, DType.F32, Q4, shared_k=64, shared_format=Q4),
+    Down("most-slots-spans", 1, 11, 12, 16, 2112, DType.BF16, Q4, shared_k=1024, shared_format=Q8),
+    Down("nine-slots", 2, 9, 9, 12, 128, DType.F32, Q4, shared_k=64, shared_format=Q8),
     Down("outside", 3, 4, 5, 13, 1024, DType.BF16, Q4, kind="outside", shared_k=1024, shared_format=Q8),
 )
 

@@ -22,7 +22,7 @@ from glm53.ops import step
 from glm53.ops.hotcache import FetchList
 from glm53.ops.matrix import Matrix
 from glm53.ops.rows import FetchPlanes, fetch_list_args
-from glm53.ops.step_select import Drawn, ExtentPlace, HotPlace, Selector, give_args
+from glm53.ops.step_select import ARRIVAL_WORDS, Drawn, ExtentPlace, HotPlace, Selector, give_args, place_args
 from glm53.spec import DType, Space
 
 ROWS_MAX = 16
@@ -30,13 +30,13 @@ ROWS_MAX = 16
 
 @contextmanager
 def open_selector(bench: Bench, rows: int, context: int, k: int) -> Iterator[Selector]:
-    """A selector whose scores and candidates are poisoned, checked at its end: what must be zero between steps is."""
+    """A selector whose scores and entries are poisoned, checked at its end: what must be zero between steps is."""
     selector = Selector.make(bench.device, rows, context, k, "check")
     try:
-        for array in (selector.scores, selector.candidates, selector.threshold):
+        for array in (selector.scores, selector.entries, selector.entry_counts):
             bench.stream.fill(array.address, 0xFF, array.nbytes)
         yield selector
-        for name in ("histogram", "bitmap", "candidate_counts", "arrivals"):
+        for name in ("histogram", "arrivals"):
             left = bench.read(getattr(selector, name))
             compare(f"{name} after the step", left, np.zeros_like(left))
     finally:
@@ -53,7 +53,7 @@ def run_score(case: Scoring, k: int, device: Device) -> Comparison:
         query, gate = draw(1, (len(case.rows), case.heads, case.dim), case.dtype), draw(2, (len(case.rows), case.heads))
         positions, columns = i32([p for _, p in case.rows]), max(case.contexts)
         histories = lay_out(bench, keys, case.extent_rows, case.dtype)
-        got, thresholds = score(bench, case, k, histories, query, gate, case.rows)
+        got, histograms = score(bench, case, k, histories, query, gate, case.rows)
         want, scale = reference.index_scores(query, gate, [keys[s][case.plane] for s, _ in case.rows], positions, columns)
         scored = [r for r, p in enumerate(positions) if p >= k]
         result = compare("scores", got.view(np.float32)[scored], want[scored], DType.F32, scale[scored])
@@ -61,8 +61,7 @@ def run_score(case: Scoring, k: int, device: Device) -> Comparison:
             visible = position + 1 if position >= k else 0
             if visible < columns:
                 compare(f"columns past row {r}", got[r, visible:], np.full(columns - visible, 0xFFFFFFFF, np.uint32))
-            if visible:
-                compare(f"threshold of row {r}", thresholds[r], i32(step_reference.threshold(got[r, :visible].view(np.float32), k)).astype(np.uint32))
+            compare(f"histogram of row {r}", histograms[r], step_reference.histogram(got[r, :visible].view(np.float32)))
         if case.dtype is DType.F32:
             compare("index_score", got[scored], bench.bits(common.score(bench, case, histories, query, gate, case.rows))[scored])
         wider = lay_out(bench, keys, 2 * case.extent_rows, case.dtype)
@@ -82,14 +81,14 @@ def score(
     rows: tuple[tuple[int, int], ...],
     blocks: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(bits of the scores [rows, columns], thresholds [rows, 2]); then ends the step, so that the selector is as it was."""
+    """(bits of the scores [rows, columns], histograms [rows, bins]); then ends the step, so that the selector is as it was."""
     sessions, positions = bench.put(i32([s for s, _ in rows])), bench.put(i32([p for _, p in rows]))
     with open_selector(bench, len(rows), max(case.contexts), k) as selector:
         tables = (histories.tables, sessions, positions, histories.shape)
         selector.score(bench.stream, bench.put(query, case.dtype), bench.put(gate), *tables, case.plane, blocks)
-        found = bench.bits(selector.scores)[:, : max(case.contexts)], bench.read(selector.threshold)
+        found = bench.bits(selector.scores)[:, : max(case.contexts)], bench.read(selector.histogram)
         selected, counts = bench.poison(DType.I32, (len(rows), k)), bench.poison(DType.I32, (len(rows),))
-        selector.topk(bench.stream, positions, sessions, selected, counts, None, None)
+        selector.topk(bench.stream, positions, selected, counts)
     return found
 
 
@@ -110,15 +109,15 @@ def choose(bench: Bench, selector: Selector, scores: np.ndarray, positions: np.n
     """(selected, counts) of given scores: what step_score leaves is written from here."""
     k, columns = selector.k, selector.scores.shape[1]
     held = np.full((len(scores), columns), np.inf, np.float32)  # would be chosen if it were read
-    thresholds = np.zeros((len(scores), 2), np.uint32)
+    histograms = np.zeros(selector.histogram.shape, np.uint32)
     for r, position in enumerate(positions):
         held[r, : position + 1] = scores[r, : position + 1]
         if position >= k:
-            thresholds[r] = step_reference.threshold(scores[r, : position + 1], k)
+            histograms[r] = step_reference.histogram(scores[r, : position + 1])
     selector.scores.upload(held, bench.stream)
-    selector.threshold.upload(thresholds, bench.stream)
+    selector.histogram.upload(histograms, bench.stream)
     selected, counts = bench.poison(DType.I32, (len(scores), k)), bench.poison(DType.I32, (len(scores),))
-    selector.topk(bench.stream, bench.put(positions), bench.put(np.zeros_like(positions)), selected, counts, None, None, blocks=blocks)
+    selector.topk(bench.stream, bench.put(positions), selected, counts, blocks=blocks)
     return bench.read(selected), bench.read(counts)
 
 
@@ -137,6 +136,11 @@ def run_topk(kind: str, k: int, positions: tuple[int, ...], columns: int, device
 _KINDS = ("random", "equal", "ties", "signed-zeros", "relu", "infinite", "ascending", "descending", "low-byte")
 
 
+def product_beside(bench: Bench) -> tuple[Array, Matrix, Array]:
+    """x, weight and y of a product that carries a part."""
+    return bench.put(np.ones((1, 64), np.float32)), Matrix.plain(bench.put(np.ones((4, 64), np.float32))), bench.poison(DType.F32, (1, 4))
+
+
 # Both launches, with plans
 
 
@@ -149,6 +153,7 @@ def run_select(rows: int, dtype: DType, device: Device) -> Comparison:
         histories = lay_out(bench, [draw(3 + s, (1, n, dim), dtype) for s, n in enumerate(contexts)], 64, dtype)
         query, gate = draw(1, (rows, heads, dim), dtype), draw(2, (rows, heads))
         place = ExtentPlace(bench.put(addresses), shape)
+        x, weight, y = product_beside(bench)
 
         def run(first: int, stop: int, selector: Selector) -> list[np.ndarray]:
             count = stop - first
@@ -156,7 +161,9 @@ def run_select(rows: int, dtype: DType, device: Device) -> Comparison:
             out = bench.poison(DType.I32, (count, k)), bench.poison(DType.I32, (count,)), bench.poison(DType.U64, (count, k))
             arrays = bench.put(query[first:stop], dtype), bench.put(gate[first:stop]), histories.tables, sessions, positions
             selector.score(bench.stream, *arrays, histories.shape, 0)
-            selector.topk(bench.stream, positions, sessions, *out, place)
+            selector.topk(bench.stream, positions, *out[:2])
+            args = place_args(*out[:2], sessions, place, out[2])
+            step.gemv(bench.stream, x, [step.Segment(weight, y)], part=step.PlacePart(args, count))
             return [bench.read(array) for array in out]
 
         with open_selector(bench, ROWS_MAX, max(contexts), k) as selector:
@@ -173,7 +180,7 @@ def run_select(rows: int, dtype: DType, device: Device) -> Comparison:
         return worst_of(compare("counts", counts, want_counts), compare("selected", selected, want), compare("plan", plan, want_plan))
 
 
-# The hot cache's round by step_topk and part GIVE
+# The hot cache's round by part GIVE
 
 
 class StepTierCheck(TierCheck):
@@ -184,22 +191,23 @@ class StepTierCheck(TierCheck):
         rows, k = sizes["rows_max"], sizes["k"]
         self.selector = Selector.make(bench.device, rows, k + 1, k, "check")
         self.selector.scores.upload(np.zeros(self.selector.scores.shape, np.float32))
-        self.selector.threshold.upload(np.tile(np.array(step_reference.threshold(np.zeros(k + 1, np.float32), k), np.uint32), (rows, 1)))
+        self.histogram = np.tile(step_reference.histogram(np.zeros(k + 1, np.float32)), (rows, 1))
         self.index, self.found, self.full = bench.put(np.zeros(1, np.uint32)), bench.poison(DType.I32, (rows, k)), bench.put(i32([k] * rows))
-        self.x, self.weight = bench.put(np.ones((1, 64), np.float32)), Matrix.plain(bench.put(np.ones((4, 64), np.float32)))
-        self.y = bench.poison(DType.F32, (1, 4))
+        self.arrivals = bench.put(np.zeros((sizes["sessions"] + 1, ARRIVAL_WORDS), np.uint32))
+        self.x, self.weight, self.y = product_beside(bench)
 
     def launch_round(self, group: int, selected: Array, counts: Array, sessions: Array, round_starts: Array, plan: Array) -> None:
         stream, lengths = self.bench.stream, counts.numpy(self.bench.stream)
         place = HotPlace(self.device_states, self.slots, group, self.ring_rows, SHAPE.row_bytes)
         found, positions = self.found.view(selected.shape), self.full.view(counts.shape)
-        self.selector.topk(stream, positions, sessions, found, counts, plan, place, Drawn(selected, self.index))
+        self.selector.histogram.upload(self.histogram, stream)
+        self.selector.topk(stream, positions, found, counts, Drawn(selected, self.index))
         compare("selected", self.bench.read(found), self.bench.read(selected))
         compare("counts", self.bench.read(counts), lengths)
-        args = give_args(found, counts, sessions, round_starts, self.tables, place, plan, self.fetch, SHAPE)
-        segment = step.Segment(self.weight, self.y)
-        step.gemv(stream, self.x, [segment], part=step.GivePart(args, len(round_starts) - 1))
+        args = give_args(found, counts, sessions, round_starts, self.tables, place, plan, self.fetch, SHAPE, self.arrivals)
+        step.gemv(stream, self.x, [step.Segment(self.weight, self.y)], part=step.GivePart(args, len(lengths)))
         compare("the product beside", self.bench.read(self.y), np.full((1, 4), 64, np.float32))
+        compare("arrivals", self.bench.read(self.arrivals), np.zeros(self.arrivals.shape, np.uint32))
 
     def close(self) -> None:
         self.selector.free()
@@ -235,7 +243,7 @@ def run_rules(device: Device) -> Comparison:
 
 
 def run_wide(k: int, rows: int, slots: int, device: Device) -> Comparison:
-    """Selections beyond a tile of entries and of slots: all missed, all found, then half of them moved on."""
+    """Selections beyond many work-items and a tile of slots: all missed, all found, then half of them moved on."""
     sizes = {"sessions": 1, "groups": 1, "positions": 8 * k + 8, "slots": slots, "ring_rows": 64, "k": k, "rows_max": rows, "tag": 1}
     with Bench(device) as bench, open_tier(bench, **sizes) as check:
         check.set_state(0, full=False, boundary=8 * k)

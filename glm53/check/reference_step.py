@@ -81,3 +81,33 @@ def sums(x: np.ndarray, weights: Weights) -> np.ndarray:
         half = lane.shape[-1] // 2
         lane = lane[..., :half] + lane[..., half:]
     return lane[..., 0]
+
+
+WAVES, CHAINS = 8, 8  # of the wave product, gemv_tiles.h
+
+
+def tile_sums(x: np.ndarray, weights: Weights) -> np.ndarray:
+    """The same in the order of the wave product without matrix tiles: 8 chains a group of 64, and from LONG_K on 8 waves that take groups in turn."""
+    k = x.shape[-1]
+    waves, groups = (WAVES if k >= LONG_K else 1), -(-k // GROUP)
+    turns = -(-groups // waves)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, turns * waves * GROUP - k)]
+    shape = (turns, waves, GROUP // CHAINS, CHAINS)
+    wide_x = np.pad(x, padding).reshape(*x.shape[:-1], 1, *shape)
+    wide_w = np.pad(weights.codes, padding).reshape(*weights.codes.shape[:-2], 1, -1, *shape)
+    chains = np.zeros((*np.broadcast_shapes(wide_x.shape[:-4], wide_w.shape[:-4]), waves, CHAINS), np.float32)
+    for turn in range(turns):
+        part = chains if weights.scales is None else np.zeros_like(chains)
+        for j in range(GROUP // CHAINS):
+            part = _fma(wide_x[..., turn, :, j, :], wide_w[..., turn, :, j, :], part)
+        if weights.scales is not None:
+            group = np.minimum(turn * waves + np.arange(waves), groups - 1)  # past k: sums of zeros
+            part = _fma(part, weights.scales[..., None, :, :][..., group, None], chains)
+        chains = part
+    while chains.shape[-1] > 1:
+        half = chains.shape[-1] // 2
+        chains = chains[..., :half] + chains[..., half:]
+    total = chains[..., 0, 0]
+    for wave in range(1, waves):
+        total = total + chains[..., wave, 0]
+    return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 BIN_SHIFT = 20  # a bin holds the order keys that share their upper 12 bits
+BINS_EACH, BIN_PARTS = 4, 32  # bins side by side in a histogram, and parts that neighbours are spread over
 
 
 def order_keys(scores: np.ndarray) -> np.ndarray:
@@ -13,8 +14,7 @@ def order_keys(scores: np.ndarray) -> np.ndarray:
     return np.where(bits >> 31 != 0, ~bits, bits | np.uint32(1 << 31)).astype(np.uint32)
 
 
-def threshold(scores: np.ndarray, k: int) -> tuple[int, int]:
-    """(bin of the k-th largest of `scores` [n], how many of that bin belong to the k largest). k <= n."""
-    bins = np.sort(order_keys(scores) >> np.uint32(BIN_SHIFT))[::-1]
-    found = int(bins[k - 1])
-    return found, k - int((bins > found).sum())
+def histogram(scores: np.ndarray) -> np.ndarray:
+    """[bins] u32: how many of `scores` [n] have each value of the upper 12 bits of their order key; bin b as `step_score_args` has it."""
+    counts = np.bincount(order_keys(scores) >> np.uint32(BIN_SHIFT), minlength=1 << (32 - BIN_SHIFT)).astype(np.uint32)
+    return counts.reshape(-1, BIN_PARTS, BINS_EACH).transpose(1, 0, 2).reshape(-1)

@@ -18,8 +18,8 @@ from glm53.kv.host import HostTier
 from glm53.kv.host_passes import gather_misses
 from glm53.kv.resident import ResidentTier
 from glm53.ops import rows, step_select
-from glm53.ops.step import FetchPart, GivePart
-from glm53.ops.step_select import ExtentPlace, HotPlace
+from glm53.ops.step import FetchPart, GivePart, PlacePart
+from glm53.ops.step_select import ARRIVAL_WORDS, ExtentPlace, HotPlace
 from glm53.ops.step_state import RowPlace
 from glm53.spec import DType, Offsets
 
@@ -75,10 +75,8 @@ class TierStep(Protocol):
 
     def offsets(self, layer: int) -> Offsets: ...
 
-    def place(self, layer: int) -> ExtentPlace | HotPlace:
-        """Where step_topk finds the rows of the group that the full layer `layer` selects for."""
-
-    def give(self, layer: int, selected: Array, counts: Array, plan: Array) -> GivePart | None: ...
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> GivePart | PlacePart:
+        """Finds the rows that the full layer `layer` has selected for its group: plan[r, i] says where row selected[r, i] lies."""
 
     def fetch(self, layer: int, row_count: int) -> FetchPart | None:
         """Brings the misses of one layer."""
@@ -103,18 +101,16 @@ class ResidentStep:
     gathers_on_host = False
 
     def __init__(self, tier: ResidentTier, step_rows: StepRows):
-        self.tier, self.store = tier, tier.store
+        self.tier, self.store, self.rows = tier, tier.store, step_rows
         self.row_place = RowPlace(self.store.shape, tables=self.store.tables)
         self._place = ExtentPlace(self.store.tables, self.store.shape)
 
     def offsets(self, layer: int) -> Offsets:
         return (0, layer * self.store.shape.plane_bytes, 0, 0)
 
-    def place(self, layer: int) -> ExtentPlace:
-        return self._place
-
-    def give(self, layer: int, selected: Array, counts: Array, plan: Array) -> None:
-        return None
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> PlacePart:
+        rows = selected.shape[0]
+        return PlacePart(step_select.place_args(selected, counts, self.rows.sessions.slice(0, rows), self._place, plan), rows)
 
     def fetch(self, layer: int, row_count: int) -> None:
         return None
@@ -142,6 +138,8 @@ class HostStep:
         self.states = tier.states
         self.row_place = RowPlace(tier.shape, states=tier.states, ring_rows=tier.config.ring_rows)
         self.gathers_on_host = tier.config.fetch == "copy"
+        rounds_max = step_rows.round_sessions.shape[0]
+        self.arrivals = Array.from_numpy(tier.device, np.zeros((rounds_max, ARRIVAL_WORDS), np.uint32), category="workspace")
         self._before: dict[int, int] = {}
         self._first_rows: list[int] = []
 
@@ -154,11 +152,7 @@ class HostStep:
         staging = tier.staging.address + (layer - leader) * tier.staging_plane_bytes
         return (layer * tier.hot_plane_bytes, layer * tier.shape.plane_bytes, staging, 0)
 
-    def place(self, layer: int) -> HotPlace:
-        tier = self.tier
-        return HotPlace(tier.states, tier.slot_tables, self._group(layer), tier.config.ring_rows, tier.layout.row_bytes)
-
-    def give(self, layer: int, selected: Array, counts: Array, plan: Array) -> GivePart:
+    def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> GivePart:
         tier, row_count = self.tier, selected.shape[0]
         rounds = self.rows.rounds(row_count)
         args = step_select.give_args(
@@ -167,12 +161,13 @@ class HostStep:
             self.rows.sessions.slice(0, row_count),
             self.rows.round_starts.slice(0, rounds + 1),
             tier.tables,
-            self.place(layer),
+            HotPlace(tier.states, tier.slot_tables, self._group(layer), tier.config.ring_rows, tier.layout.row_bytes),
             plan,
             tier.fetch_list,
             tier.shape,
+            self.arrivals,
         )
-        return GivePart(args, rounds)
+        return GivePart(args, row_count)
 
     def fetch(self, layer: int, row_count: int) -> FetchPart | None:
         if self.gathers_on_host:
@@ -222,6 +217,7 @@ class HostStep:
             self.tier.written(session, count)
 
     def abandon(self, runs: Runs) -> None:
+        self.tier.stream.fill(self.arrivals.address, 0, self.arrivals.nbytes)  # a launch may have failed half way
         for slot, _ in runs:
             self.tier.drop(slot, self._before[slot])
 

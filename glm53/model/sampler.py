@@ -38,14 +38,16 @@ class DrawKind:
 
     tops: bool  # the most probable tokens are wanted
     penalises: bool  # penalty marks are read and kept
+    stage: sampling.Stage
 
     @classmethod
     def of(cls, rows: Sequence[DrawRow]) -> DrawKind:
-        return cls(any(row.params.logprobs for row in rows), any(row.params.penalises for row in rows))
+        every = [row.params for row in rows]
+        return cls(any(params.logprobs for params in every), any(params.penalises for params in every), sampling.Stage.of(every))
 
 
 class Sampler:
-    """Device state of the sampler: parameters and results of at most `rows_max` rows, marks of seen tokens of
+    """Device state of the sampler: parameters, results and scratch of at most `rows_max` rows, marks of seen tokens of
     `sessions_max` sessions (made when first needed)."""
 
     def __init__(self, device: Device, stream: Stream, rows_max: int, sessions_max: int, vocab: int):
@@ -56,7 +58,7 @@ class Sampler:
         self.logprobs = make(DType.F32, rows_max)
         self.top_ids = make(DType.I32, rows_max, LOGPROBS_MAX)
         self.top_logprobs = make(DType.F32, rows_max, LOGPROBS_MAX)
-        self.slots = make(DType.I32, rows_max)
+        self.scratch = sampling.SampleScratch.make(device, rows_max, vocab, category="sampling")
         self.seen: Array | None = None
 
     def begin(self, slot: int, prompt: Sequence[int] | None) -> None:
@@ -73,21 +75,18 @@ class Sampler:
         """Settings of the rows that the next launches draw for."""
         packed = sampling.pack_rows([(r.params, r.seed, r.position, r.slot if r.params.penalises else -1) for r in rows])
         self.params.slice(0, len(rows)).upload(packed, self.stream)
-        if self.seen is not None:
-            self.slots.slice(0, len(rows)).upload(np.array([r.slot if r.params.penalises else -1 for r in rows], np.int32), self.stream)
 
     def tops(self, count: int, kind: DrawKind) -> tuple[Array, Array] | None:
         """Where the most probable tokens of `count` rows go, if they are wanted: ids and log-probabilities [count, LOGPROBS_MAX]."""
         return (self.top_ids.slice(0, count), self.top_logprobs.slice(0, count)) if kind.tops else None
 
     def enqueue(self, logits: Array, kind: DrawKind) -> None:
-        """Draws tokens[r] from logits[r] [rows, vocab] f32 by the settings uploaded, and marks them as seen."""
+        """Draws tokens[r] from logits[r] [rows, vocab] f32 by the settings uploaded, and marks them as seen; rows are of different sessions."""
         count = logits.shape[0]
         cut = lambda array: array.slice(0, count)
         seen = self.seen if kind.penalises else None
-        sampling.sample(self.stream, logits, cut(self.params), seen, cut(self.tokens), cut(self.logprobs), self.tops(count, kind))
-        if seen is not None:
-            sampling.mark_seen(self.stream, seen, cut(self.tokens), cut(self.slots))
+        outputs = (cut(self.tokens), cut(self.logprobs), self.tops(count, kind))
+        sampling.sample(self.stream, self.scratch, logits, cut(self.params), seen, *outputs, stage=kind.stage, marks=True)
 
     def draw(self, logits: Array, rows: Sequence[DrawRow]) -> list[Drawn]:
         """One token per row of logits [rows, vocab] f32, now. Waits for the device."""

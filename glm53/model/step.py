@@ -161,7 +161,7 @@ class StepForward:
             self._select(index, layer, row_count)
         rope = Rope(spec.qk_head_dim, spec.qk_nope_head_dim, spec.qk_rope_head_dim)
         flat = self.work.cut("q", row_count, (spec.n_heads * spec.qk_head_dim,))
-        part = self.tier.give(index, cut("selected"), cut("counts"), cut("plan")) if full else self._rows_part(index, layer, row_count)
+        part = self.tier.plan(index, cut("selected"), cut("counts"), cut("plan")) if full else self._rows_part(index, layer, row_count)
         self._from_qr(layer, [Segment(layer.q_b, flat, Epilogue.ROPE, rope)], part, row_count)
         if full and self.tier.gathers_on_host:
             self.tier.gather(index, row_count)
@@ -221,7 +221,7 @@ class StepForward:
         )
 
     def _select(self, index: int, layer: LayerWeights, row_count: int) -> None:
-        """Writes history rows and index keys, scores every position, selects and plans."""
+        """Writes history rows and index keys, scores every position and selects."""
         spec, indexer = self.spec, layer.indexer
         assert indexer is not None
         cut = partial(self.work.cut, rows=row_count)
@@ -235,11 +235,8 @@ class StepForward:
         self.selector.topk(
             self.stream,
             positions,
-            sessions,
             cut("selected"),
             cut("counts"),
-            cut("plan"),
-            self.tier.place(index),
             drawn=None if self.drawn is None else step_select.Drawn(self.drawn, self.counter),
         )
 

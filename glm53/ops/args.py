@@ -445,9 +445,38 @@ class sample_row(Args):
     ]
 
 
+class sample_chunk(Args):
+    """What one block finds out about its tokens of a row, in device memory. An entry: order key << 32 | ~token, the first of the order largest."""
+
+    _fields_ = [
+        ("raw", c_uint64),  # entry of the largest raw logit
+        ("best", c_uint64),  # of the largest after the repetition penalty
+        ("mass", c_uint64),  # of the tokens that are kept for sure
+        ("sum", c_float),  # sum exp(l - largest) of the raw logits
+        ("_pad", c_uint32),
+    ]
+
+
+class sample_state(Args):
+    """What the launches of a draw tell each other about a row, in device memory."""
+
+    _fields_ = [
+        ("mass_before", c_uint64),  # of the bins before `sure`
+        ("total", c_uint64),  # mass of the row before any filter
+        ("raw_key", c_uint32),  # order key of the largest raw logit
+        ("key", c_uint32),  # of the largest after the repetition penalty
+        ("log_total", c_float),  # log(sum exp(l - largest)) of the raw logits
+        ("sure", c_uint32),  # tokens of the bins before are kept
+        ("last", c_uint32),  # tokens of the bins after are dropped
+        ("count_left", c_uint32),  # tokens that top-k keeps of the bins between; 0: all
+        ("listed", c_uint32),  # tokens of the bins between
+        ("_pad", c_uint32),
+    ]
+
+
 class sample_args(Args):
     """Draws one token per row: repetition penalty, temperature, top-k, top-p, min-p, then the inverse distribution at a Philox 4x32-10 draw
-    keyed by (seed, position). Log-probabilities are those of the raw logits (before penalty, temperature and filters)."""
+    keyed by (seed, position). Log-probabilities are those of the raw logits (before penalty, temperature and filters). Of all three kernels."""
 
     _fields_ = [
         ("logits", c_void_p),  # [rows, vocab] f32
@@ -457,20 +486,19 @@ class sample_args(Args):
         ("logprobs", c_void_p),  # [rows] f32 out: of the token drawn; or null
         ("top_ids", c_void_p),  # [rows, max_logprobs] i32 out, or null
         ("top_logprobs", c_void_p),  # [rows, max_logprobs] f32 out, or null
+        ("records", c_void_p),  # [rows, chunks] sample_chunk scratch
+        ("groups", c_void_p),  # [rows, chunks, 16] u64 scratch: largest entry of each 128 tokens
+        ("states", c_void_p),  # [rows] sample_state scratch
+        ("masses", c_void_p),  # [rows, bins] u64 scratch
+        ("counts", c_void_p),  # [rows, bins] u32 scratch
+        ("entries", c_void_p),  # [rows, vocab] u64 scratch
+        ("arrivals", c_void_p),  # [rows] u32 scratch, 0 between launches
         ("vocab", c_uint32),
+        ("chunks", c_uint32),
+        ("blocks", c_uint32),  # of a row
         ("max_logprobs", c_uint32),
-    ]
-
-
-class mark_seen_args(Args):
-    """seen[seen_rows[i], tokens[i]] = 1; entries with a negative row are skipped."""
-
-    _fields_ = [
-        ("seen", c_void_p),  # [.., vocab] u8
-        ("tokens", c_void_p),  # [count] i32
-        ("seen_rows", c_void_p),  # [count] i32
-        ("count", c_uint32),
-        ("vocab", c_uint32),
+        ("marks", c_uint32),  # 1: tokens drawn are marked in `seen`; then no two rows share a row of it
+        ("_pad", c_uint32),
     ]
 
 

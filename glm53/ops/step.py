@@ -1,29 +1,34 @@
 """Matrix products of a decode step, with the norm before and what follows them in the same launch. Kernel: step.hip.
 
-One launch computes up to four products of the same x by weights in any `WeightFormat`, each with an epilogue, and may carry a part: other work of
-the step in blocks of its own. A row's bits depend on its own x, the weights and k alone (docs/decisions/0004-step-graph.md, Bits).
-T: f32 or bf16, the activation type.
+One launch computes up to four products of the same x by weights of one format, each with an epilogue, and may carry a part: other work of the
+step in blocks of its own. A row's bits depend on its own x, the weights and k alone (docs/decisions/0004-step-graph.md, Bits).
+T: f32 or bf16, the activation type. Weights: bf16 and q8g64, with f32 activations also f32.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm53.hip import Array, Stream
 from glm53.ops.args import fetch_args
-from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
+from glm53.ops.contract import Cost, Dims, ceil_div, launch
 from glm53.ops.history import ExtentLayout
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
-from glm53.ops.step_args import step_gemv_args, step_give_args, step_router_args, step_rows_args
+from glm53.ops.step_args import step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
 from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 
 SEGMENTS_MAX = 4
 _T = (DType.F32, DType.BF16)
-_VARIANTS = ("f32", "bf16")
-_PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER = 1, 2, 3, 4
+_FORMATS = {DType.F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64), DType.BF16: (WeightFormat.BF16, WeightFormat.Q8G64)}
+LONG_K = 1024  # the constants of the LAUNCH lines in step.hip: from this k on the lower of
+COLUMNS = {DType.F32: (16, 128), DType.BF16: (32, 256)}  # rows of weights a block; f32 also the router's
+TILE_ROWS = 8  # rows of bf16 x a block
+_VALUES_MAX = 1 << 32  # of a weight: kernels count them in 32 bits
+_PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER, _PART_PLACE = 1, 2, 3, 4, 5
 _ROW_FORMATS = {RowFormat.F32: WeightFormat.F32, RowFormat.BF16: WeightFormat.BF16, RowFormat.Q8G64: WeightFormat.Q8G64}
 
 
@@ -86,10 +91,18 @@ class RowsPart:
 
 @dataclass(frozen=True)
 class GivePart:
-    """Gives slots to the misses that step_topk left in the plan; one block a round."""
+    """Looks the selected rows up in the hot cache and gives slots to misses; one block a query row."""
 
     args: step_give_args
-    rounds: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class PlacePart:
+    """References of the selected rows into extents; one block a query row."""
+
+    args: step_place_args
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,8 @@ class FetchPart:
 class RouterPart:
     """Picks the experts as ops.experts.router does, when the logits are done: those of segment 0, STORE_F32.
 
-    bias [experts] f32, ids [rows, slots] i32, weights [rows, slots] f32, arrivals [1] u32, 0 before and after.
+    Segment 0 has f32 weights; the others may have another format. bias [experts] f32, ids [rows, slots] i32, weights [rows, slots] f32,
+    arrivals [1] u32, 0 before and after.
     """
 
     bias: Array
@@ -118,7 +132,7 @@ class RouterPart:
     scaling: float
 
 
-Part = RowsPart | GivePart | FetchPart | RouterPart
+Part = RowsPart | GivePart | PlacePart | FetchPart | RouterPart
 
 
 def gemv(
@@ -138,7 +152,9 @@ def gemv(
 
     x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows. residual [rows, n] T, of RESIDUAL segments, may be their y. positions [rows] i32,
     below 2^21, negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and RowsPart. No output may overlap x or another
-    output. f32 and bf16 weights take any k, quantised ones multiples of 64. Enqueues one kernel. Raises ContractError.
+    output. All weights have one format, but for the router's (RouterPart). k: any beside f32
+    x, with bf16 x a multiple of 8 from 64 on, quantised a multiple of 64.
+    Enqueues one kernel. Raises ContractError.
     """
     d = Dims("step_gemv")
     d.match("x", x, "rows", "k", dtype=_T)
@@ -159,12 +175,11 @@ def gemv(
     if inv_freq is not None:
         d.match("inv_freq", inv_freq, "rope pairs", dtype=DType.F32)
         args.inv_freq, args.rope_dim = inv_freq.address, 2 * d["rope pairs"]
-    blocks = 0
     for index, segment in enumerate(segments):
         _bind_segment(d, args, index, segment, x, residual)
-        blocks += _blocks(args, index)
     _bind_part(d, args, part, x, segments)
-    launch(stream, variant("step_gemv", _VARIANTS, x.dtype), (args.part_blocks + blocks, 1, 1), args)
+    kernel = _kernel(d, x.dtype, [segment.weight for segment in segments], isinstance(part, RouterPart))
+    launch(stream, kernel, (args.part_blocks + _product_blocks(args, x.dtype, len(segments)), 1, 1), args)
 
 
 def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | None = None) -> None:
@@ -187,12 +202,32 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     _bind_matrix(d, args, 0, weight)
     args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
     _bind_part(d, args, part, x, ())
-    launch(stream, variant("step_gemv", _VARIANTS, x.dtype), (args.part_blocks + _blocks(args, 0), 1, heads), args)
+    kernel = _kernel(d, x.dtype, [weight], router=False)
+    launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, x.dtype, 1), 1, 1), args)
+
+
+def _kernel(d: Dims, dtype: DType, weights: Sequence[Matrix], router: bool) -> str:
+    """The kernel for T and the weights' format; the router's segment 0 has its own."""
+    if router:
+        d.require(weights[0].format is WeightFormat.F32, f"weight 0 is {weights[0].format.label}, expected f32: the router's")
+    for index, weight in enumerate(weights):
+        k, address = weight.shape[-1], weight.codes.address
+        fits = dtype is DType.F32 or (k >= GROUP and k % 8 == 0 and address % 16 == 0)
+        d.require(fits, f"weight {index} has k={k} at {address:#x}, expected multiples of 8 and of 16, k >= {GROUP}, beside bf16 x")
+    plain = list(enumerate(weights))[int(router) :]
+    taken = plain[0][1].format if plain else _FORMATS[dtype][0]
+    names = ", ".join(known.label for known in _FORMATS[dtype])
+    for index, weight in plain:
+        d.require(weight.format in _FORMATS[dtype], f"weight {index} is {weight.format.label}, expected one of {names} beside {dtype.label} x")
+        d.require(weight.format is taken, f"weight {index} is {weight.format.label}, expected {taken.label}, the format of weight {plain[0][0]}")
+    return f"step_gemv_{'router_' if router else ''}{dtype.label}_{taken.label}"
 
 
 def _bind_matrix(d: Dims, args: step_gemv_args, index: int, weight: Matrix) -> None:
     d.match(f"codes of weight {index}", weight.codes, *weight.codes.shape)
     args.codes[index], args.format[index] = weight.codes.address, weight.format
+    values = math.prod(weight.shape)
+    d.require(values < _VALUES_MAX, f"weight {index} has {values} values, expected less than {_VALUES_MAX}")
     if weight.scales is not None:
         d.match(f"scales of weight {index}", weight.scales, *weight.scales.shape)
         row_bytes = args.k * weight.format.bits // 8
@@ -233,11 +268,15 @@ def _require_rope(d: Dims, args: step_gemv_args, dim: int, who: str) -> None:
     d.require(args.rope_dim == dim, f"{who} turns {dim} columns, expected {args.rope_dim} (bound by inv_freq dim 0)")
 
 
-def _blocks(args: step_gemv_args, index: int) -> int:
-    """Blocks of a segment; constants as in the LAUNCH lines of step.hip."""
-    groups = 8 if args.k >= 1024 else 64  # each computes two columns, or one of SILU
-    n = args.n[index]
-    return ceil_div(n if args.epilogue[index] == Epilogue.SILU else ceil_div(n, 2), groups)
+def _product_blocks(args: step_gemv_args, dtype: DType, segments: int) -> int:
+    """Blocks of the products of one batch."""
+    blocks = 0
+    for index in range(segments):
+        scalar = dtype is DType.F32 or (args.part == _PART_ROUTER and index == 0)
+        columns = COLUMNS[DType.F32 if scalar else dtype][int(args.k < LONG_K)]
+        silu = args.epilogue[index] == Epilogue.SILU
+        blocks += ceil_div(args.n[index] * (2 if silu else 1), columns) * (args.rows if scalar else ceil_div(args.rows, TILE_ROWS))
+    return blocks
 
 
 def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:
@@ -245,8 +284,11 @@ def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segme
         args.part, args.part_blocks = _PART_ROWS, d["rows"]
         _bind_rows(d, args, part, x.dtype)
     elif isinstance(part, GivePart):
-        d.require(part.rounds >= 1, f"GivePart has {part.rounds} rounds, expected at least 1")
-        args.part, args.part_blocks, args.rounds, args.part_give = _PART_GIVE, part.rounds, part.rounds, part.args
+        d.require(part.rows == part.args.rows >= 1, f"GivePart has {part.rows} rows, its args {part.args.rows}, expected the same and at least 1")
+        args.part, args.part_blocks, args.part_give = _PART_GIVE, part.rows, part.args
+    elif isinstance(part, PlacePart):
+        d.require(part.rows == part.args.rows >= 1, f"PlacePart has {part.rows} rows, its args {part.args.rows}, expected the same and at least 1")
+        args.part, args.part_blocks, args.part_place = _PART_PLACE, part.rows, part.args
     elif isinstance(part, FetchPart):
         d.require(part.rounds >= 1 and part.blocks >= 1, f"FetchPart has {part.rounds} rounds and {part.blocks} blocks, expected at least 1")
         args.part, args.part_blocks, args.rounds, args.part_fetch = _PART_FETCH, part.blocks, part.rounds, part.args

@@ -37,8 +37,8 @@ class step_rows_args(Args):
 
 
 class step_give_args(Args):
-    """Part GIVE of step_gemv, one block a round: what step_topk missed gets slots; plan, fetch list and counters are completed. Fields as
-    hot_plan_args."""
+    """Part GIVE of step_gemv, one block a query row: looks its selection up in the hot cache; the round's last block gives slots to what was
+    missed and completes plan, fetch list and counters. Fields as hot_plan_args, and arrivals."""
 
     _fields_ = [
         ("selected", c_void_p),
@@ -58,7 +58,8 @@ class step_give_args(Args):
         ("fetch_targets", c_void_p),
         ("fetch_positions", c_void_p),
         ("fetch_counts", c_void_p),
-        ("k", c_uint32),
+        ("arrivals", c_void_p),  # [rounds, 4] u32, 0 before and after
+        ("k", c_uint32),  # at most 2,048
         ("table_stride", c_uint32),
         ("extent_rows", c_uint32),
         ("row_bytes", c_uint32),
@@ -67,6 +68,26 @@ class step_give_args(Args):
         ("positions", c_uint32),
         ("groups", c_uint32),
         ("group", c_uint32),
+        ("rows", c_uint32),
+        ("rounds", c_uint32),
+        ("_pad", c_uint32),
+    ]
+
+
+class step_place_args(Args):
+    """Part PLACE of step_gemv, one block a query row: references of its selection into extents. Fields as plan_args."""
+
+    _fields_ = [
+        ("selected", c_void_p),  # [rows, k] i32
+        ("counts", c_void_p),  # [rows] i32
+        ("tables", c_void_p),  # [sessions, table_stride] u64
+        ("sessions", c_void_p),  # [rows] i32
+        ("plan", c_void_p),  # [rows, k] u64 row references, 0 past counts[r]
+        ("k", c_uint32),
+        ("table_stride", c_uint32),
+        ("extent_rows", c_uint32),
+        ("row_bytes", c_uint32),
+        ("rows", c_uint32),
         ("_pad", c_uint32),
     ]
 
@@ -93,8 +114,8 @@ class step_gemv_args(Args):
     """Up to four products of the same x: y_s[b, r, n] = x[b, r] @ w_s[b, n]^T, after an optional RMS norm of x, with an epilogue each, and a part
     that runs in extra blocks. Grid: (part_blocks + blocks of all segments, 1, batch); the part runs at block_z 0. Epilogues: 0 y in T; 1 y in
     f32; 2 RoPE on columns [rope_offset, rope_offset + rope_dim) of each head_stride columns, y in T; 3 SiLU: weight rows j and n + j give y[j]
-    = T(silu(gate)) * up; 4 y = T(residual + T(sum)). Parts: 0 none, 1 ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks). Decision 0004 has the
-    order of additions."""
+    = T(silu(gate)) * up; 4 y = T(residual + T(sum)). Parts: 0 none, 1 ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks), 5 PLACE. Decision 0004
+    has the order of additions."""
 
     _fields_ = [
         ("x", c_void_p),  # [batch, rows, k] T
@@ -110,6 +131,7 @@ class step_gemv_args(Args):
         ("part_give", step_give_args),
         ("part_fetch", fetch_args),
         ("part_router", step_router_args),
+        ("part_place", step_place_args),
         ("x_batch_stride", c_uint64),
         ("y_batch_stride", c_uint64),
         ("x_stride", c_uint32),  # between rows
@@ -221,8 +243,7 @@ class step_expand_args(Args):
 
 class step_score_args(Args):
     """index_score_args for a step, and the first part of the selection: histogram[r, key >> 20] counts the order keys (scan.h) of all positions <=
-    positions[r]; the row's last block finds the bin that holds the k-th largest. Rows with positions[r] < k do nothing. Grid: (blocks, rows),
-    fixed."""
+    positions[r]. Rows with positions[r] < k do nothing. Grid: (blocks, rows), fixed."""
 
     _fields_ = [
         ("q", c_void_p),  # [rows, heads, dim] T
@@ -231,9 +252,7 @@ class step_score_args(Args):
         ("sessions", c_void_p),  # [rows] i32
         ("positions", c_void_p),  # [rows] i32
         ("scores", c_void_p),  # [rows, score_stride] f32
-        ("histogram", c_void_p),  # [rows, 4096] u32, zero before
-        ("threshold", c_void_p),  # [rows, 2] u32 out: bin, how many are wanted of it
-        ("arrivals", c_void_p),  # [rows] u32, 0 before and after
+        ("histogram", c_void_p),  # [rows, 4096] u32, zero before; bin 128 j + 4 i + b lies at 128 i + 4 j + b, i < 32, b < 4
         ("heads", c_uint32),
         ("dim", c_uint32),
         ("table_stride", c_uint32),
@@ -250,43 +269,27 @@ class step_score_args(Args):
 
 
 class step_topk_args(Args):
-    """Second part: the selection of topk_args, exact, positions ascending, and its plan. place: 0 none, 1 references into extents, 2 look-up in
-    the hot cache (misses stay MISSED until GIVE). Clears histogram, bitmap and candidate counts for the next step. Grid: (blocks, rows), fixed."""
+    """Second part: the selection of topk_args, exact, positions ascending. The bin that holds the k-th largest key comes from the histogram.
+    Grid: (blocks, rows), fixed."""
 
     _fields_ = [
         ("scores", c_void_p),  # [rows, score_stride] f32
         ("positions", c_void_p),  # [rows] i32
-        ("sessions", c_void_p),  # [rows] i32
-        ("threshold", c_void_p),  # [rows, 2] u32
-        ("histogram", c_void_p),  # [rows, 4096] u32, 0 after
-        ("bitmap", c_void_p),  # [rows, bitmap_stride] u32, 0 before and after
-        ("candidates", c_void_p),  # [rows, score_stride] u64 scratch
-        ("candidate_counts", c_void_p),  # [rows] u32, 0 before and after
+        ("histogram", c_void_p),  # [rows, 4096] u32
+        ("cleared", c_void_p),  # [rows, 4096] u32, 0 after: the histogram, for the next step; another one where a launch is repeated
+        ("entries", c_void_p),  # [rows, score_stride] u64 scratch: of each block, what may be selected, positions ascending
+        ("entry_counts", c_void_p),  # [rows, count_stride] u32 scratch: how many, a block
         ("arrivals", c_void_p),  # [rows] u32, 0 before and after
         ("drawn", c_void_p),  # [draws, k] i32 ascending positions, then -1, that replace the selection, for benchmarks and tests; or null
         ("draw_index", c_void_p),  # [1] u32: draws used are (index + row) mod draws
         ("selected", c_void_p),  # [rows, k] i32 out, -1 past counts[r]
         ("counts", c_void_p),  # [rows] i32 out
-        ("plan", c_void_p),  # [rows, k] u64 out; null: place 0
-        ("tables", c_void_p),  # [sessions, table_stride] u64 history extents, place 1
-        ("states", c_void_p),  # [sessions] kv_state, place 2, and the slot tables as in hot_plan_args
-        ("slot_of", c_void_p),
-        ("used", c_void_p),
-        ("filled", c_void_p),
         ("score_stride", c_uint32),  # a multiple of 32
-        ("bitmap_stride", c_uint32),
+        ("count_stride", c_uint32),  # at least blocks
         ("k", c_uint32),
         ("blocks", c_uint32),
         ("draws", c_uint32),
-        ("place", c_uint32),
-        ("table_stride", c_uint32),
-        ("extent_rows", c_uint32),
-        ("row_bytes", c_uint32),
-        ("ring_rows", c_uint32),
-        ("slots", c_uint32),
-        ("table_positions", c_uint32),  # positions of a slot table
-        ("groups", c_uint32),
-        ("group", c_uint32),
+        ("_pad", c_uint32),
     ]
 
 

@@ -6,6 +6,8 @@ and weights only. pair = row * slots + slot. T: f32 or bf16 activations.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from glm53.hip import Array, Stream
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
 from glm53.ops.matrix import GROUP, Matrix
@@ -13,6 +15,16 @@ from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.spec import DType, WeightFormat
 
 _T = (DType.F32, DType.BF16)
+# Formats with a kernel: of the routed weights, and of the shared expert's.
+_ROUTED = {
+    DType.F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q4G64),
+    DType.BF16: (WeightFormat.BF16, WeightFormat.Q8G64, WeightFormat.Q4G64),
+}
+_SHARED = {
+    DType.F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64),
+    DType.BF16: (WeightFormat.BF16, WeightFormat.Q8G64),
+}
+_PAIRS_MAX = 0xFFFF  # the bf16 kernel counts the pairs of an expert in 16 bits
 _CODES = {WeightFormat.F32: DType.F32, WeightFormat.BF16: DType.BF16, WeightFormat.Q8G64: DType.U8, WeightFormat.Q4G64: DType.U8}
 
 
@@ -27,6 +39,11 @@ def _match_weight(d: Dims, name: str, matrix: Matrix, *dims: str) -> None:
         _require_aligned(d, f"{name} codes", matrix.codes)
 
 
+def _require_format(d: Dims, name: str, matrix: Matrix, dtype: DType, formats: Mapping[DType, tuple[WeightFormat, ...]]) -> None:
+    wanted = " or ".join(f.label for f in formats[dtype])
+    d.require(matrix.format in formats[dtype], f"{name} is {matrix.format.label}, expected {wanted} with activations in {dtype.label}")
+
+
 def _require_aligned(d: Dims, name: str, array: Array) -> None:
     d.require(array.address % 16 == 0, f"{name} is at address {array.address:#x}, expected a multiple of 16 where weights are quantised")
 
@@ -39,16 +56,19 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
     """act[r, s] = T(T(silu(gate)) * up), gate and up = T(x[r] @ w^T) with the gate and the up rows of expert ids[r, s].
 
     x [rows, k] T, ids [rows, slots] i32, weight [experts, 2 * n, k] (n gate rows, then n up rows), act [rows, slots, n] T. An id outside
-    [0, experts) gives zeros. Fast for few rows, right for any number. Raises ContractError. Source: as matmul and silu_mul round.
+    [0, experts) gives zeros. Formats: T f32: f32, bf16, q4g64; T bf16: bf16, q8g64, q4g64. At most 65,535 pairs; fast for few rows. Raises
+    ContractError. Source: as matmul and silu_mul round.
     """
     d = Dims("step_experts")
     d.match("x", x, "rows", "k", dtype=_T)
     d.match("ids", ids, "rows", "slots", dtype=DType.I32)
     _match_weight(d, "weight", weight, "experts", "2n", "k")
+    _require_format(d, "weight", weight, x.dtype, _ROUTED)
     d.require(d["2n"] % 2 == 0, f"weight dim 1 is {d['2n']}, expected gate and up rows, an even number")
     d.bind("n", d["2n"] // 2, "weight dim 1 / 2")
     d.match("act", act, "rows", "slots", "n", dtype=x.dtype)
     d.distinct("act", act, "x", x)
+    d.require(d["rows"] * d["slots"] <= _PAIRS_MAX, f"x has {d['rows']} rows of {d['slots']} slots, expected at most {_PAIRS_MAX:,} pairs")
     if weight.format.quantised:
         _require_aligned(d, "x", x)
     name = f"step_experts_{x.dtype.label}_{weight.format.label}"
@@ -82,8 +102,8 @@ def down(
     """y[r] = T(residual[r] + T(T(sum over s of weights[r, s] * T(act[r, s] @ down^T)) + T(shared_act[r] @ shared^T))), slots ascending.
 
     act [rows, slots, k] T, ids [rows, slots] i32, weights [rows, slots] f32, weight [experts, n, k], shared_act [rows, shared_k] T, shared
-    [n, shared_k], residual and y [rows, n] T; y may be residual. slots <= 16. The formats of weight and shared are independent. An id outside
-    [0, experts) adds zeros. Raises ContractError. Source: rounding of transformers' grouped_mm experts, as `expert_sum`.
+    [n, shared_k], residual and y [rows, n] T; y may be residual. slots <= 16. Formats of weight: as `experts`; of shared: bf16, q8g64 and, with
+    T f32, f32. An id outside [0, experts) adds zeros. Raises ContractError. Source: rounding of transformers' grouped_mm experts, as `expert_sum`.
     """
     d = Dims("step_down")
     d.match("act", act, "rows", "slots", "k", dtype=_T)
@@ -92,6 +112,8 @@ def down(
     _match_weight(d, "weight", weight, "experts", "n", "k")
     d.match("shared_act", shared_act, "rows", "shared_k", dtype=act.dtype)
     _match_weight(d, "shared", shared, "n", "shared_k")
+    _require_format(d, "weight", weight, act.dtype, _ROUTED)
+    _require_format(d, "shared", shared, act.dtype, _SHARED)
     for label, array in (("residual", residual), ("y", y)):
         d.match(label, array, "rows", "n", dtype=act.dtype)
     d.distinct("y", y, "act", act)

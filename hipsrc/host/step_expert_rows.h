@@ -108,12 +108,7 @@ template <class T, class W> bool down(const step_down_args& a, Blocks& b) {
 
 FAST_STEP_EXPERTS(f32_f32, float, f32_weights)
 FAST_STEP_EXPERTS(f32_bf16, float, bf16_weights)
-FAST_STEP_EXPERTS(f32_q8g64, float, q8g64_weights)
 FAST_STEP_EXPERTS(f32_q4g64, float, q4g64_weights)
-FAST_STEP_EXPERTS(bf16_f32, bf16, f32_weights)
-FAST_STEP_EXPERTS(bf16_bf16, bf16, bf16_weights)
-FAST_STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights)
-FAST_STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights)
 
 }  // namespace host
 }  // namespace

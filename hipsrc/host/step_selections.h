@@ -9,13 +9,6 @@ namespace step_selections {
 using step_select::BIN_SHIFT;
 using step_select::BINS;
 
-// True once all `blocks` blocks of a row have arrived, `count` of them now. Leaves the counter at 0.
-DEVICE bool arrive(uint32_t* arrivals, uint32_t count, uint32_t blocks) {
-  if (__atomic_fetch_add(arrivals, count, __ATOMIC_ACQ_REL) + count != blocks) return false;
-  __atomic_store_n(arrivals, 0u, __ATOMIC_RELAXED);
-  return true;
-}
-
 // First position of the share of block `block`: whole tiles of keys.
 DEVICE uint32_t share(uint32_t n, uint32_t block, uint32_t blocks) {
   uint32_t at = (uint32_t)((uint64_t)n * block / blocks) / scores::TILE * scores::TILE;
@@ -33,17 +26,12 @@ template <class T> bool score_row(scores::Query& s, const step_score_args& a, Bl
     uint32_t count = last - p < scores::TILE ? last - p : scores::TILE;
     if (!scores::load_keys<T>(s, a, b, p, count, pitch)) return false;
     scores::score_keys(s, a, pitch, count, out + p);
-    for (uint32_t i = 0; i < count; i++) counted[order_key(out[p + i]) >> BIN_SHIFT]++;
+    for (uint32_t i = 0; i < count; i++) counted[step_select::bin_place(order_key(out[p + i]) >> BIN_SHIFT)]++;
   }
   uint32_t* histogram = (uint32_t*)a.histogram + (uint64_t)row * BINS;
   for (uint32_t i = 0; i < BINS; i++) {
     if (counted[i]) global_add(&histogram[i], counted[i]);
   }
-  if (!arrive((uint32_t*)a.arrivals + row, end - begin, a.blocks)) return true;
-  uint32_t bin = BINS, above = 0;
-  while (bin-- && above + histogram[bin] < a.k) above += histogram[bin];
-  ((uint32_t*)a.threshold)[row * 2u] = bin;
-  ((uint32_t*)a.threshold)[row * 2u + 1u] = a.k - above;
   return true;
 }
 
@@ -62,25 +50,13 @@ template <class T> bool score(const step_score_args& a, Blocks& b) {
   return each_row(b, [&](uint32_t row, uint32_t begin, uint32_t end) { return score_row<T>(s, a, b, row, begin, end); });
 }
 
-// step_select::emit of the whole row: positions ascending, `count` of them.
+// The selection of a row: `count` positions, ascending.
 DEVICE void emit(const step_topk_args& a, uint32_t row, const int32_t* chosen, uint32_t count) {
-  step_select::placing where = step_select::open_place(a, row);
-  for (uint32_t i = 0; i < a.k; i++) {
-    int32_t position = i < count ? chosen[i] : -1;
-    uint64_t reference = 0;
-    if (position >= 0 && a.place == 1) {
-      reference = hotcache::extent_row(where.table, (uint32_t)position, a.extent_rows, a.row_bytes) | hotcache::EXTENT;
-    } else if (position >= 0 && a.place == 2) {
-      int32_t slot = where.s.slot_of[position];
-      reference = hotcache::look_up(where.h, where.s, position, slot, where.s.filled[slot < 0 ? 0 : slot]);
-    }
-    ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = position;
-    if (a.place) ((uint64_t*)a.plan)[(uint64_t)row * a.k + i] = reference;
-  }
+  for (uint32_t i = 0; i < a.k; i++) ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = i < count ? chosen[i] : -1;
   ((int32_t*)a.counts)[row] = (int32_t)count;
 }
 
-// The selection of one row, by the call that has its block 0. What the blocks exchange on a device (bitmap, candidates, arrivals) stays as it is.
+// The selection of one row, by the call that has its block 0. What the blocks exchange on a device (entries, arrivals) stays as it is.
 inline bool select(const step_topk_args& a, Blocks& b, uint32_t row) {
   int32_t position = ((const int32_t*)a.positions)[row];
   int32_t chosen[step_select::K_MAX];
@@ -89,8 +65,11 @@ inline bool select(const step_topk_args& a, Blocks& b, uint32_t row) {
     emit(a, row, chosen, (uint32_t)(position + 1));
     return true;
   }
-  uint32_t n = (uint32_t)position + 1u, bin = ((const uint32_t*)a.threshold)[row * 2u], wanted = ((const uint32_t*)a.threshold)[row * 2u + 1u];
-  memset((uint32_t*)a.histogram + (uint64_t)row * BINS, 0, BINS * sizeof(uint32_t));
+  uint32_t n = (uint32_t)position + 1u, bin = BINS, above = 0;
+  const uint32_t* histogram = (const uint32_t*)a.histogram + (uint64_t)row * BINS;
+  while (bin-- && above + histogram[step_select::bin_place(bin)] < a.k) above += histogram[step_select::bin_place(bin)];
+  uint32_t wanted = a.k - above;
+  memset((uint32_t*)a.cleared + (uint64_t)row * BINS, 0, BINS * sizeof(uint32_t));
   if (a.drawn) {
     const int32_t* drawn = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
     uint32_t count = 0;

@@ -7,15 +7,18 @@
 //   fma_f32, exp_f32, log_f32, sqrt_f32, rsqrt_f32, sincos_f32, max_f32, min_f32
 //   bf16 (raw bits in a struct), load_f32(ptr), store_f32(ptr, value): f32 or bf16 memory, f32 in registers, round to nearest even
 //   words16                             16 aligned bytes, for copies
-//   lds_add(ptr, v) u32/u64, global_add, global_max(ptr, v) u32   atomics, relaxed
+//   lds_add(ptr, v) u32/u64, global_add u32/u64, global_max(ptr, v) u32   atomics, relaxed
 //   and_or(v, mask, bits)               (v & mask) | bits as one instruction; with_byte(word, j, high): the upper three bytes of high, byte j of word
 //   load16(from, to)                    16 aligned bytes into four registers as one access
+//   load16_stream, load8_stream         where there are TILE_MMA: of a stream, whose neighbouring bytes the L2 cache is to fetch as well
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop
+//   kernel_args(a)                      the argument struct where it lies, so that an index into its arrays is a load and no copy in scratch memory
 //   in_item(v)                          v of the block, in the registers of the work-item where those of the wave are scarce
 //   in_global(p)                        p, known to point at device memory: where a pointer was chosen among several
 //   f16_value(bits)                     f16 as f32 by the device's own instruction; finite values are exact
 //   fence_device()                      orders this work-item's accesses for the other blocks of the launch
 //   wave32_prefix(v, &total)            exclusive prefix sum of integers over 32 aligned lanes
+//   wave32_max(v)                       the largest of 32 aligned lanes, u64, in each of them
 //   lanes_sum<LANES>(values), wave32_sum(values)              sums of several f32 at once over a group of lanes
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
 //   tile16, tile_a, tile_b, tile_add     16 x 16 x 16 matrix tiles (portable_tiles.h)

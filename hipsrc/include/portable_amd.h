@@ -49,6 +49,14 @@ DEVICE uint64_t shuffle_from(uint64_t v, uint32_t lane) {
   return (uint64_t)shuffle_from((uint32_t)(v >> 32), lane) << 32 | shuffle_from((uint32_t)v, lane);
 }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return shuffle_from(v, lane_id() ^ mask); }
+DEVICE uint64_t wave32_max(uint64_t v) {
+  UNROLL
+  for (uint32_t m = 16; m; m >>= 1) {
+    uint64_t other = shuffle_xor(v, m);
+    v = other > v ? other : v;
+  }
+  return v;
+}
 
 DEVICE uint32_t opaque(uint32_t v) {
   asm volatile("" : "+s"(v));
@@ -59,6 +67,9 @@ DEVICE uint32_t opaque_item(uint32_t v) {
   return v;
 }
 DEVICE uint32_t in_item(uint32_t v) { return opaque_item(v); }
+template <class A> DEVICE const A& kernel_args(const A&) {
+  return *(const A*)(const __attribute__((address_space(4))) A*)__builtin_amdgcn_kernarg_segment_ptr();
+}
 template <class T> DEVICE T* in_global(T* p) { return (T*)(__attribute__((address_space(1))) T*)(uint64_t)p; }
 DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) { return (v & mask) | bits; }
 DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return __builtin_amdgcn_perm(high, word, 0x07060500u + byte); }
@@ -81,6 +92,7 @@ DEVICE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 DEVICE float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
 
 DEVICE uint32_t global_add(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+DEVICE uint64_t global_add(uint64_t* p, uint64_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
 DEVICE uint32_t global_max(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_max(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
 DEVICE uint32_t lds_add(uint32_t* p, uint32_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
 DEVICE uint64_t lds_add(uint64_t* p, uint64_t v) { return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }

@@ -20,6 +20,10 @@ DEVICE uint32_t lane_id() { return threadIdx.x & (WAVE - 1); }
 DEVICE void block_sync() { __syncthreads(); }
 template <class T> DEVICE T shuffle_from(T v, uint32_t lane) { return __shfl_sync(~0u, v, (int)lane); }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return __shfl_xor_sync(~0u, v, (int)mask); }
+DEVICE uint64_t wave32_max(uint64_t v) {  // by halves, each in one instruction
+  uint32_t high = __reduce_max_sync(~0u, (uint32_t)(v >> 32));
+  return (uint64_t)high << 32 | __reduce_max_sync(~0u, (uint32_t)(v >> 32) == high ? (uint32_t)v : 0u);
+}
 
 DEVICE uint32_t opaque(uint32_t v) {
   asm volatile("" : "+r"(v));
@@ -27,6 +31,7 @@ DEVICE uint32_t opaque(uint32_t v) {
 }
 DEVICE uint32_t opaque_item(uint32_t v) { return opaque(v); }
 DEVICE uint32_t in_item(uint32_t v) { return v; }
+template <class A> DEVICE const A& kernel_args(const A& a) { return a; }
 template <class T> DEVICE T* in_global(T* p) {
   __builtin_assume(__isGlobal(p));
   return p;
@@ -43,6 +48,13 @@ DEVICE void load16(const void* from, uint32_t* to) {
   to[1] = v.y;
   to[2] = v.z;
   to[3] = v.w;
+}
+// 16 and 8 aligned bytes of device memory whose neighbours are wanted soon too: the L2 cache fetches the 128 bytes around them.
+DEVICE void load16_stream(const void* from, uint32_t* to) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+}
+DEVICE void load8_stream(const void* from, uint32_t* to) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
 }
 DEVICE float f16_value(uint16_t bits) {
   float v;
@@ -61,6 +73,7 @@ DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
 
 DEVICE uint32_t global_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
+DEVICE uint64_t global_add(uint64_t* p, uint64_t v) { return atomicAdd((unsigned long long*)p, (unsigned long long)v); }
 DEVICE uint32_t global_max(uint32_t* p, uint32_t v) { return atomicMax(p, v); }
 DEVICE uint32_t lds_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
 DEVICE uint64_t lds_add(uint64_t* p, uint64_t v) { return atomicAdd((unsigned long long*)p, (unsigned long long)v); }

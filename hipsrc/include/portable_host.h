@@ -122,6 +122,18 @@ template <class T> inline __attribute__((always_inline)) T exchange_prefix(T val
   return before;
 }
 
+// The exchange of exchange(), after which every lane reads all values.
+inline __attribute__((always_inline)) uint64_t exchange_max(uint64_t value) {
+  Workgroup* g = group;
+  uint32_t me = g->current;
+  uint64_t* slots = g->slots[me / WAVE][g->parity[me]];
+  g->parity[me] ^= 1;
+  slots[me % WAVE] = value;
+  leave(AT_SHUFFLE);
+  for (uint32_t i = 0; i < WAVE; i++) value = slots[i] > value ? slots[i] : value;
+  return value;
+}
+
 }  // namespace host
 }  // namespace
 
@@ -133,6 +145,7 @@ DEVICE uint32_t lane_id() { return host::group->current % WAVE; }
 DEVICE void block_sync() { host::leave(host::AT_BARRIER); }
 template <class T> DEVICE T shuffle_from(T v, uint32_t lane) { return host::exchange(v, lane); }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return host::exchange(v, lane_id() ^ mask); }
+DEVICE uint64_t wave32_max(uint64_t v) { return host::exchange_max(v); }
 template <class T> DEVICE T wave32_prefix(T v, T* total) { return host::exchange_prefix(v, total); }
 
 template <uint32_t LANES, int N> DEVICE void lanes_sum(float (&v)[N]) { host::sum_lanes<LANES>(v); }
@@ -150,6 +163,7 @@ DEVICE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 DEVICE float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
 
 DEVICE uint32_t global_add(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+DEVICE uint64_t global_add(uint64_t* p, uint64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE uint32_t global_max(uint32_t* p, uint32_t v) {
   uint32_t old = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -179,6 +193,7 @@ DEVICE void load16(const void* from, uint32_t* to) { memcpy(to, from, 16); }
 DEVICE uint32_t opaque(uint32_t v) { return v; }
 DEVICE uint32_t opaque_item(uint32_t v) { return v; }
 DEVICE uint32_t in_item(uint32_t v) { return v; }
+template <class A> DEVICE const A& kernel_args(const A& a) { return a; }
 template <class T> DEVICE T* in_global(T* p) { return p; }
 // Blocks of a launch may run on several threads of the host.
 DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -47,11 +47,10 @@ constexpr uint32_t PARTS = GROUP / SHARE;
 template <class W> constexpr uint32_t piece_values = W::CHUNK < SHARE ? W::CHUNK : SHARE;
 template <class W> constexpr uint32_t piece_words = 4 * piece_values<W> / W::CHUNK;
 template <class W> constexpr uint32_t share_words = SHARE * 4 / W::CHUNK;
-template <class W> constexpr uint32_t group_bytes = GROUP * 16 / W::CHUNK;
 
 // Groups in flight a wave, by the registers that they take.
-constexpr uint32_t depth_for(uint32_t group_words) { return FLIGHT_WORDS <= group_words ? 1 : FLIGHT_WORDS / group_words < 4 ? FLIGHT_WORDS / group_words : 4; }
-template <class W> constexpr uint32_t depth_of = depth_for(LOAD_ROWS * (share_words<W> + W::SCALED));
+constexpr uint32_t depth_for(uint32_t words) { return FLIGHT_WORDS <= words ? 1 : FLIGHT_WORDS / words < 4 ? FLIGHT_WORDS / words : 4; }
+template <class W> constexpr uint32_t depth_of = W::FORMAT == WEIGHT_Q8G64 && PARTS == 4 ? 2 : depth_for(LOAD_ROWS * (share_words<W> + W::SCALED));
 
 // Codes of q4g64 enter the tiles as 128 + code + 8; the sum of x over the group, times 136, is taken out again.
 template <class W> constexpr bool OFFSET = TILES && W::FORMAT == WEIGHT_Q4G64;
@@ -75,12 +74,11 @@ struct Panel {
   uint32_t rows, k, first, chunk, pitch;
 };
 
-template <class W, bool ALIGNED = true> struct Walk {
-  static constexpr uint32_t DEPTH = ALIGNED ? depth_of<W> : 1;
-  static constexpr uint32_t UNIT = ALIGNED ? 4 * piece_words<W> : 16 / W::CHUNK;  // bytes of a load
-  const uint8_t* codes;                                                           // of the matrix
+template <class W> struct Walk {
+  static constexpr uint32_t DEPTH = depth_of<W>;
+  const uint8_t* codes;  // of the matrix
   const uint16_t* scales;
-  uint32_t at[LOAD_ROWS], scale_at[LOAD_ROWS];  // where the share of each row starts, in UNIT and in scales
+  uint32_t at[LOAD_ROWS], scale_at[LOAD_ROWS];  // where the share of each row starts, in pieces and in scales
   uint32_t k, groups, next, stride;  // next: the wave's first group of the panel to come
   uint32_t word[DEPTH][LOAD_ROWS][share_words<W>];
   uint16_t scale[DEPTH][LOAD_ROWS];
@@ -94,68 +92,52 @@ template <class W> DEVICE Panel panel_of(const Lds& lds, uint32_t rows, uint32_t
   return {lds, rows, k, 0, chunk, chunk + pad_of<W>};
 }
 
-// Eight bf16 from element `at` on, zeros past k, one by one and without a branch.
-DEVICE void load_elements(const uint16_t* row, uint32_t k, uint32_t at, uint32_t* word) {
-  UNROLL
-  for (uint32_t i = 0; i < 4; i++) {
-    uint32_t low = at + 2 * i, high = low + 1;
-    uint32_t first = *in_global(row + (low < k ? low : 0u)), second = *in_global(row + (high < k ? high : 0u));
-    word[i] = (low < k ? first : 0u) | (high < k ? second << 16 : 0u);
-  }
-}
-
-// Group `group` into slot `slot`.
-template <class W, bool ALIGNED> DEVICE void load_group(Walk<W, ALIGNED>& walk, uint32_t slot, uint32_t group) {
-  constexpr uint32_t PIECE = piece_values<W>, WORDS = piece_words<W>, UNITS = group_bytes<W> / Walk<W, ALIGNED>::UNIT;
+// Group `group` into slot `slot`. A last group that is not whole, which bf16 alone has, is read as the last 64 values; x is set to match (source_of).
+template <class W> DEVICE void load_group(Walk<W>& walk, uint32_t slot, uint32_t group) {
+  constexpr uint32_t PIECE = piece_values<W>, WORDS = piece_words<W>, UNIT = 4 * WORDS;
+  uint32_t start = group * GROUP;
+  if (!W::SCALED) start = start < walk.k - GROUP ? start : walk.k - GROUP;
   UNROLL
   for (uint32_t i = 0; i < LOAD_ROWS; i++) {
+    const uint8_t* row = in_global(walk.codes + (uint64_t)(walk.at[i] + start / PIECE) * UNIT);
     UNROLL
     for (uint32_t j = 0; j < SHARE / PIECE; j++) {
       uint32_t* to = walk.word[slot][i] + j * WORDS;
-      uint32_t value = (j * PARTS + part()) * PIECE;
-      if (!ALIGNED) {
-        load_elements((const uint16_t*)walk.codes + walk.at[i], walk.k, group * GROUP + value, to);
-        asm volatile("" ::: "memory");  // else all loads come first and registers run out
-      } else if (W::SCALED || group * GROUP + value < walk.k) {
-        const void* from = in_global(walk.codes + (uint64_t)(walk.at[i] + group * UNITS) * Walk<W, ALIGNED>::UNIT + j * PARTS * Walk<W, ALIGNED>::UNIT);
-        if (WORDS == 4) {
-          load16(from, to);
-        } else {
-          uint64_t both = *(const uint64_t*)from;
-          to[0] = (uint32_t)both;
-          to[1] = (uint32_t)(both >> 32);
-        }
+      if (WORDS == 4) {
+        load16(row + j * PARTS * UNIT, to);
       } else {
-        UNROLL
-        for (uint32_t w = 0; w < WORDS; w++) to[w] = 0;
+        uint64_t both = *(const uint64_t*)(row + j * PARTS * UNIT);
+        to[0] = (uint32_t)both;
+        to[1] = (uint32_t)(both >> 32);
       }
     }
     if (W::SCALED) walk.scale[slot][i] = *in_global(walk.scales + (walk.scale_at[i] + group));
   }
 }
 
-// codes, scales: of row 0 of a matrix of less than 2^32 loads of 16 bytes (8 for q4g64, an element if not ALIGNED). Starts the first groups.
-template <class W, bool ALIGNED, class Row>
-DEVICE void begin(Walk<W, ALIGNED>& walk, const uint8_t* codes, const uint16_t* scales, uint32_t k, const Row& row) {
-  static_assert(!W::SCALED || ALIGNED, "quantised rows are multiples of 64 weights");
+// codes, scales: of row 0 of a matrix of less than 2^32 weights; rows are multiples of 16 bytes, k at least 64.
+// Starts the first groups.
+template <class W, class Row>
+DEVICE void begin(Walk<W>& walk, const uint8_t* codes, const uint16_t* scales, uint32_t k, const Row& row) {
   walk.codes = codes;
   walk.scales = scales;
   walk.k = k;
   walk.groups = (k + GROUP - 1) / GROUP;
   walk.stride = k >= LONG_K ? WAVES : 1u;
   walk.next = k >= LONG_K ? tile_group() : 0u;
+  constexpr uint32_t PIECE = piece_values<W>;
   UNROLL
   for (uint32_t i = 0; i < LOAD_ROWS; i++) {
     uint32_t index = row(load_row(i));
-    walk.at[i] = index * (uint32_t)(W::row_bytes(k) / Walk<W, ALIGNED>::UNIT) + (ALIGNED ? part() : 0u);
+    walk.at[i] = index * (k / PIECE) + part();
     walk.scale_at[i] = index * (k / GROUP);
   }
   UNROLL
   for (uint32_t i = 0; i < PER_WALK; i++) walk.sum[i] = 0.0f;
   UNROLL
-  for (uint32_t slot = 0; slot < Walk<W, ALIGNED>::DEPTH; slot++) {
+  for (uint32_t slot = 0; slot < Walk<W>::DEPTH; slot++) {
     uint32_t group = walk.next + slot * walk.stride;
-    if (group < walk.groups) load_group(walk, slot, group);
+    load_group(walk, slot, group < walk.groups ? group : walk.groups - 1u);  // no branch; nobody adds the last group twice
   }
 }
 
@@ -164,7 +146,9 @@ DEVICE uint32_t weight_pair(bf16_weights, const uint32_t* word, uint32_t i) { re
 #if defined(TILE_MMA) || defined(TILE_WMMA)
 DEVICE uint32_t weight_pair(q8g64_weights, const uint32_t* word, uint32_t i) { return bytes_bf16(word[i / 2], i % 2); }
 #endif
-DEVICE uint32_t weight_pair(q4g64_weights, const uint32_t* word, uint32_t i) { return and_or(word[i / 4] >> (4 * (i % 4)), 0x000f000fu, 0x43004300u); }
+DEVICE uint32_t weight_pair(q4g64_weights, const uint32_t* word, uint32_t i) {
+  return and_or(word[i / 4] >> (4 * (i % 4)), 0x000f000fu, 0x43004300u);
+}
 
 // Eight values of x in the order of the pairs: q8g64 (0 2) (1 3) of each four, q4g64 (0 4) (1 5) (2 6) (3 7).
 template <class W> DEVICE void order_unit(uint32_t* word) {
@@ -189,7 +173,7 @@ template <class W> DEVICE void x_unit(const bf16* from, uint32_t u, uint32_t* wo
 
 // Adds the group in slot `slot`; `group` counts from the start of the panel.
 #if defined(TILE_MMA)
-template <class W, bool ALIGNED> DEVICE void add_group(Walk<W, ALIGNED>& walk, uint32_t slot, const Panel& p, uint32_t group) {
+template <class W> DEVICE void add_group(Walk<W>& walk, uint32_t slot, const Panel& p, uint32_t group) {
   uint32_t last = p.rows - 1u, x[SHARE / 2];
   const bf16* row = (const bf16*)p.lds.x + (x_row() < last ? x_row() : last) * p.pitch + group * GROUP;
   UNROLL
@@ -223,7 +207,7 @@ template <class W, bool ALIGNED> DEVICE void add_group(Walk<W, ALIGNED>& walk, u
 }
 #elif defined(TILE_WMMA)
 // x is A, the weights are B: a work-item's sums are all of one row of weights.
-template <class W, bool ALIGNED> DEVICE void add_group(Walk<W, ALIGNED>& walk, uint32_t slot, const Panel& p, uint32_t group) {
+template <class W> DEVICE void add_group(Walk<W>& walk, uint32_t slot, const Panel& p, uint32_t group) {
   constexpr uint32_t WORDS = SHARE / 8;  // of a fragment
   uint32_t last = p.rows - 1u;
   const bf16* row = (const bf16*)p.lds.x + (x_row() < last ? x_row() : last) * p.pitch + group * GROUP;
@@ -247,6 +231,7 @@ template <class W, bool ALIGNED> DEVICE void add_group(Walk<W, ALIGNED>& walk, u
     }
     wmma_16x16x16(sum[0], a, b[0]);
     wmma_16x16x16(sum[1], a, b[1]);
+    asm volatile("" ::: "memory");  // else the x of all steps is loaded first and registers run out
   }
   UNROLL
   for (uint32_t i = 0; i < PER_WALK; i++) {
@@ -257,12 +242,12 @@ template <class W, bool ALIGNED> DEVICE void add_group(Walk<W, ALIGNED>& walk, u
   }
 }
 #else
-template <class W, bool ALIGNED> DEVICE void add_group(Walk<W, ALIGNED>& walk, uint32_t slot, const Panel& p, uint32_t group) {
+template <class W> DEVICE void add_group(Walk<W>& walk, uint32_t slot, const Panel& p, uint32_t group) {
   const bf16* x = (const bf16*)p.lds.x + group * GROUP;
   float scale = W::SCALED ? f16_value(walk.scale[slot][0]) : 0.0f;
   UNROLL
   for (uint32_t r = 0; r < ROWS; r++) {
-    if (r >= p.rows) continue;
+    if (r >= opaque(p.rows)) continue;  // opaque: else 8 conditions are kept in registers of the wave
     float sum[CHAINS];
     UNROLL
     for (uint32_t j = 0; j < CHAINS; j++) sum[j] = W::SCALED ? 0.0f : walk.sum[r * CHAINS + j];
@@ -282,21 +267,22 @@ template <class W, bool ALIGNED> DEVICE void add_group(Walk<W, ALIGNED>& walk, u
 #endif
 
 // Adds the panel's groups; slots are refilled across the border of panels.
-template <class W, bool ALIGNED> DEVICE void advance(Walk<W, ALIGNED>& walk, const Panel& p) {
+template <class W> DEVICE void advance(Walk<W>& walk, const Panel& p) {
   uint32_t first = p.first / GROUP, end = p.k - p.first > p.chunk ? first + p.chunk / GROUP : walk.groups;
+  ROLLED
   while (walk.next < end) {
     UNROLL
-    for (uint32_t slot = 0; slot < Walk<W, ALIGNED>::DEPTH; slot++) {
-      uint32_t group = walk.next + slot * walk.stride, later = group + Walk<W, ALIGNED>::DEPTH * walk.stride;
+    for (uint32_t slot = 0; slot < Walk<W>::DEPTH; slot++) {
+      uint32_t group = walk.next + slot * walk.stride, later = group + Walk<W>::DEPTH * walk.stride;
       if (group < end) add_group(walk, slot, p, group - first);
       if (later < walk.groups) load_group(walk, slot, later);
     }
-    walk.next += Walk<W, ALIGNED>::DEPTH * walk.stride;
+    walk.next += Walk<W>::DEPTH * walk.stride;
   }
 }
 
 // The wave's sums into LDS; block_sync before they are read.
-template <class W, bool ALIGNED> DEVICE void finish(const Walk<W, ALIGNED>& walk, const Panel& p) {
+template <class W> DEVICE void finish(const Walk<W>& walk, const Panel& p) {
   float* to = p.lds.sums + tile_group() * ROWS * COLS;
 #if defined(TILE_MMA)
   UNROLL
@@ -311,7 +297,7 @@ template <class W, bool ALIGNED> DEVICE void finish(const Walk<W, ALIGNED>& walk
   UNROLL
   for (uint32_t r = 0; r < ROWS; r++) {
     const float* v = walk.sum + r * CHAINS;
-    if (r < p.rows) to[r * COLS + tile_lane()] = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+    if (r < opaque(p.rows)) to[r * COLS + tile_lane()] = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
   }
 #endif
 }
@@ -337,6 +323,13 @@ DEVICE uint32_t units_of(const Panel& p) {
   uint32_t left = (p.k - p.first + GROUP - 1) / GROUP * GROUP;
   return (left < p.chunk ? left : p.chunk) / 8;
 }
+// Where value `at` of a row of x in LDS comes from, at a multiple of 8; k: it is 0. The last group, if it is not whole, has the row's last 64 values,
+// of which the group before has had some.
+DEVICE uint32_t source_of(const Panel& p, uint32_t at) {
+  uint32_t whole = p.k / GROUP * GROUP, source = at < whole ? at : at - (GROUP - p.k % GROUP);
+  return at < whole || source >= whole ? source : p.k;
+}
+
 // f / units for f below 2^16, by one product: the quotient plus half a unit's share is never near a border.
 struct Divider {
   uint32_t units;
@@ -347,32 +340,63 @@ DEVICE uint32_t quotient(const Divider& d, uint32_t f) { return (uint32_t)(((flo
 
 DEVICE bf16* unit_at(const Panel& p, uint32_t row, uint32_t unit) { return (bf16*)p.lds.x + row * p.pitch + 8 * unit; }
 
-// The panel's values of x, zeros past k. aligned: 16-byte loads can read every x(r), and k is a multiple of 8. natural: for `normalise`.
-template <class W, class Row> DEVICE void stage(const Panel& p, const Row& x, bool aligned, bool natural) {
+// What becomes of x on its way into LDS where norm is not null: h = T(norm * T(x * scale)), also to h [rows, k] where that is not null. Not for
+// q4g64.
+struct Norm {
+  const bf16* norm;
+  bf16* h;
+  const float* scale;  // of each row, in LDS: norm_scales
+};
+
+// Unit `at` of row `row` in `word` becomes h.
+DEVICE void normalise(const Norm& n, uint32_t row, uint32_t at, uint32_t k, bool aligned, const uint32_t* weight, uint32_t* word) {
+  float scale = n.scale[row];
+  UNROLL
+  for (uint32_t i = 0; i < 4; i++) {
+    float low = bf16_weights::value(weight, 2 * i) * rounded<bf16>::of(bf16_weights::value(word, 2 * i) * scale);
+    float high = bf16_weights::value(weight, 2 * i + 1) * rounded<bf16>::of(bf16_weights::value(word, 2 * i + 1) * scale);
+    word[i] = f32_to_bf16(low).bits | (uint32_t)f32_to_bf16(high).bits << 16;
+  }
+  if (!n.h || at >= k) return;
+  bf16* to = n.h + (uint64_t)row * k + at;
+  if (aligned) {
+    store_words(to, word);
+  } else {
+    UNROLL
+    for (uint32_t j = 0; j < 8; j++) to[j].bits = (uint16_t)(word[j / 2] >> (16 * (j % 2)));
+  }
+}
+
+// The panel's values of x, zeros past k. aligned: 16-byte accesses can read every x(r), and norm and h.
+template <class W, class Row> DEVICE void stage(const Panel& p, const Row& x, bool aligned, const Norm& n) {
   constexpr uint32_t FLIGHT = 2;
   uint32_t units = units_of(p), total = p.rows * units, t = thread_id();
   Divider by = divider(units);
   if (!aligned) {
     ROLLED
     for (uint32_t f = t; f < total; f += THREADS) {
-      uint32_t row = quotient(by, f), unit = f - row * units, word[4];
-      gemv::load_unit(x(row), p.first + 8 * unit, p.k, false, word);
-      if (!natural) order_unit<W>(word);
+      uint32_t row = quotient(by, f), unit = f - row * units, at = source_of(p, p.first + 8 * unit), word[4], weight[4];
+      gemv::load_unit(x(row), at, p.k, false, word);
+      if (n.norm) {
+        gemv::load_unit(n.norm, at, p.k, false, weight);
+        normalise(n, row, at, p.k, false, weight, word);
+      }
+      order_unit<W>(word);
       store_words(unit_at(p, row, unit), word);
     }
     return;
   }
+  ROLLED
   for (uint32_t begin = 0; begin < total; begin += THREADS * FLIGHT) {  // the same turns in every work-item: they meet in lanes_sum
-    uint32_t row[FLIGHT], unit[FLIGHT], word[FLIGHT][4];
+    uint32_t row[FLIGHT], unit[FLIGHT], word[FLIGHT][4], weight[FLIGHT][4];
     UNROLL
     for (uint32_t j = 0; j < FLIGHT; j++) {
       uint32_t f = begin + j * THREADS + t, inside = f < total ? f : total - 1u;
       row[j] = quotient(by, inside);
       unit[j] = inside - row[j] * units;
-      uint32_t at = p.first + 8 * unit[j];
+      uint32_t at = source_of(p, p.first + 8 * unit[j]);
       load16(in_global(x(row[j]) + (at < p.k ? at : 0u)), word[j]);
-      UNROLL
-      for (uint32_t i = 0; i < 4; i++) word[j][i] = at < p.k ? word[j][i] : 0u;
+      if (n.norm) load16(in_global(n.norm + (at < p.k ? at : 0u)), weight[j]);
     }
     if constexpr (OFFSET<W>) {
       float sum[FLIGHT];
@@ -390,23 +414,28 @@ template <class W, class Row> DEVICE void stage(const Panel& p, const Row& x, bo
     }
     UNROLL
     for (uint32_t j = 0; j < FLIGHT; j++) {
-      if (!natural) order_unit<W>(word[j]);
-      if (begin + j * THREADS + t < total) store_words(unit_at(p, row[j], unit[j]), word[j]);
+      if (begin + j * THREADS + t >= total) continue;
+      uint32_t at = source_of(p, p.first + 8 * unit[j]);
+      if constexpr (!OFFSET<W>) {
+        if (n.norm) normalise(n, row[j], at, p.k, true, weight[j], word[j]);
+      }
+      UNROLL
+      for (uint32_t i = 0; i < 4; i++) word[j][i] = at < p.k ? word[j][i] : 0u;
+      order_unit<W>(word[j]);
+      store_words(unit_at(p, row[j], unit[j]), word[j]);
     }
   }
 }
 
-// lds.scale[first + r] = 1 / sqrt(mean(x^2) + eps) for N rows, those from p.rows on as the last one. The sums are those of rms_norm: value c belongs to
-// work-item c % 256. Ends with block_sync.
+// lds.scale[first + r] = 1 / sqrt(mean(x^2) + eps) for N rows, those from p.rows on as the last one. The sums are those of rms_norm: value c belongs
+// to work-item c % 256. Ends with block_sync.
 template <uint32_t N, class Row> DEVICE void row_scales(const Panel& p, const Row& x, uint32_t first, float eps) {
-  constexpr uint32_t FLIGHT = N == 1 ? 4 : 1;
-  bool staged = p.k <= p.chunk;
+  constexpr uint32_t FLIGHT = 24 / N;
   const bf16* row[N];
   float sum[N];
   UNROLL
   for (uint32_t r = 0; r < N; r++) {
-    uint32_t index = first + r < p.rows ? first + r : p.rows - 1u;
-    row[r] = staged ? (const bf16*)p.lds.x + index * p.pitch : x(index);
+    row[r] = in_global(x(first + r < p.rows ? first + r : p.rows - 1u));
     sum[r] = 0;
   }
   ROLLED
@@ -431,7 +460,7 @@ template <uint32_t N, class Row> DEVICE void row_scales(const Panel& p, const Ro
   block_sync();
 }
 
-// lds.scale of all rows, from the staged values where a row fits the panel.
+// lds.scale of all rows. Before `begin`: it takes many registers.
 template <class Row> DEVICE void norm_scales(const Panel& p, const Row& x, float eps) {
   if (p.rows == 1) {
     row_scales<1>(p, x, 0, eps);
@@ -441,54 +470,12 @@ template <class Row> DEVICE void norm_scales(const Panel& p, const Row& x, float
   for (uint32_t first = 0; first < p.rows; first += 4) row_scales<4>(p, x, first, eps);
 }
 
-// h = T(weight * T(x * scale)) of a panel staged as it is, in place, then in W's order; also to h [rows, k] where it is not null.
-template <class W> DEVICE void normalise(const Panel& p, const bf16* weight, bf16* h) {
-  static_assert(!OFFSET<W>, "leaves no sums of x");
-  uint32_t units = units_of(p), total = p.rows * units;
-  Divider by = divider(units);
-  bool aligned = gemv::values_aligned(weight, 0, p.k), h_aligned = gemv::values_aligned(h, p.k, p.k);
-  ROLLED
-  for (uint32_t f = thread_id(); f < total; f += THREADS) {
-    uint32_t row = quotient(by, f), unit = f - row * units, at = p.first + 8 * unit, word[4];
-    float w[8], v[8], scale = p.lds.scale[row];
-    gemv::load_unit(weight, at, p.k, aligned, word);
-    bf16_weights::expand(word, w);
-    bf16* place = unit_at(p, row, unit);
-    load8(place, v);
-    UNROLL
-    for (uint32_t j = 0; j < 8; j++) v[j] = w[j] * rounded<bf16>::of(v[j] * scale);
-    UNROLL
-    for (uint32_t i = 0; i < 4; i++) word[i] = f32_to_bf16(v[2 * i]).bits | (uint32_t)f32_to_bf16(v[2 * i + 1]).bits << 16;
-    if (h && at < p.k) {
-      bf16* to = h + (uint64_t)row * p.k + at;
-      if (h_aligned) store_words(to, word);
-      else {
-        UNROLL
-        for (uint32_t j = 0; j < 8; j++) {
-          if (at + j < p.k) to[j].bits = (uint16_t)(word[j / 2] >> (16 * (j % 2)));
-        }
-      }
-    }
-    order_unit<W>(word);
-    store_words(place, word);
-  }
-}
-
-// Everything from the staging of x to the sums in LDS. norm not null: of h = rms_norm of x, also stored to h [rows, k] where that is not
-// null; not for q4g64.
-template <class W, bool ALIGNED, class Row>
-DEVICE void product(Walk<W, ALIGNED>& walk, Panel& p, const Row& x, bool aligned, const bf16* norm = nullptr, float eps = 0, bf16* h = nullptr) {
+// Everything from the staging of x to the sums in LDS.
+template <class W, class Row> DEVICE void product(Walk<W>& walk, Panel& p, const Row& x, bool aligned, const Norm& norm = {}) {
   for (; p.first < p.k; p.first += p.chunk) {
     if (p.first) block_sync();
-    stage<W>(p, x, aligned, norm != nullptr);
+    stage<W>(p, x, aligned, norm);
     block_sync();
-    if constexpr (!OFFSET<W>) {
-      if (norm) {
-        if (p.first == 0) norm_scales(p, x, eps);
-        normalise<W>(p, norm, h);
-        block_sync();
-      }
-    }
     advance(walk, p);
   }
   finish(walk, p);

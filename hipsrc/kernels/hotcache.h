@@ -1,4 +1,4 @@
-// hotcache.h - the decisions of the hot cache, shared by hot_plan, step_topk (look-up) and the GIVE part of step_gemv.
+// hotcache.h - where selected rows lie, and the decisions of the hot cache: hot_plan, and parts GIVE and PLACE of step_gemv.
 // References, spaces, hot buffer, slot tables and rules: docs/decisions/0003-host-tier.md.
 // Tables of a session and group, between two rounds: slot_of[p] == c >= 0 exactly where position_of[c] == p; no claims (values below -1).
 // Round tags only ever compare as equal, so that they may wrap: a stale tag equal to the current one costs a miss or pins a slot for a round.
@@ -70,10 +70,13 @@ DEVICE uint64_t look_up(const hot_buffer& h, const slot_table& s, int32_t positi
   return slot_reference(h, (uint32_t)slot);
 }
 
-constexpr uint32_t ORDER = 2048;  // misses whose position, then slot, is kept in LDS
+constexpr uint32_t ORDER = 2048;   // misses whose position, then slot, is kept in LDS
+constexpr uint32_t WINDOW = 2048;  // slots from the hand whose tags are loaded beside the look-up
 struct work {
   uint64_t scan[BLOCK_SCAN];
   uint32_t order[ORDER];
+  uint32_t pinned[WINDOW / 32];  // those of the window that this block has pinned: their tags were loaded before
+  uint32_t round, last;          // GIVE: of this row; whether its block came last
 };
 
 // What a block works on: one round of one group.
@@ -91,17 +94,18 @@ struct round_of_group {
 template <class A> DEVICE bool open_rows(const A& a, uint32_t round, round_of_group* g) {
   g->first = (uint32_t)((const int32_t*)a.round_starts)[round];
   g->last = (uint32_t)((const int32_t*)a.round_starts)[round + 1u];
+  g->list = g->first * a.k;
   return g->first < g->last;
 }
-template <class A> DEVICE void open_session(const A& a, round_of_group* g) {
-  uint32_t session = (uint32_t)((const int32_t*)a.sessions)[g->first];
+// row: any of the round.
+template <class A> DEVICE void open_session(const A& a, uint32_t row, round_of_group* g) {
+  uint32_t session = (uint32_t)((const int32_t*)a.sessions)[row];
   uint64_t index = (uint64_t)session * a.groups + a.group;
   g->s = table_of(a, index);
   g->h = open_buffer(((const kv_state*)a.states)[session], a.ring_rows, a.row_bytes);
   g->table = (const uint64_t*)a.tables + (uint64_t)session * a.table_stride;
   g->hand = (uint32_t*)a.hands + index;
   g->counters = (uint64_t*)a.counters + index * 8u;
-  g->list = g->first * a.k;
 }
 
 // ITEMS consecutive entries of a work-item.
@@ -129,65 +133,70 @@ template <uint32_t ITEMS, class A> DEVICE void load_tables(const A& a, const rou
   }
 }
 
-// Entries [first, first + ITEMS) of a row, in two steps: `begin` loads what can be loaded before the session is known. `load` looks them up; the plan
-// gets what was found, and 0 past the row's end.
-struct from_tables {
-  static constexpr bool PINNED = false;  // are all slots in use marked before the round begins?
-
-  template <uint32_t ITEMS, class A> DEVICE void begin(const A& a, uint32_t row, uint32_t first, entries<ITEMS>* e) {
-    const int32_t* selected = (const int32_t*)a.selected + row * a.k;
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) e->position[i] = selected[first + i < a.k ? first + i : 0u];
-  }
-
-  template <uint32_t ITEMS, class A>
-  DEVICE void load(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, entries<ITEMS>* e) {
-    uint64_t* plan = (uint64_t*)a.plan + row * a.k;
-    uint32_t filled[ITEMS];
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) e->position[i] = first + i < count ? e->position[i] : 0;
-    load_tables(a, g, e);
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) filled[i] = g.s.filled[e->slot[i] >= 0 ? e->slot[i] : 0];
-    e->recent = 0;
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      uint64_t entry = first + i < count ? look_up(g.h, g.s, e->position[i], e->slot[i], filled[i]) : 0u;
-      e->miss[i] = entry == MISSED ? NEW_MISS : FOUND;
-      e->recent += first + i < count && e->position[i] >= g.h.cached ? 1u : 0u;
-      if (entry != MISSED && first + i < a.k) plan[first + i] = entry;
-    }
-  }
+// ITEMS slots of a work-item, in circular order from the hand.
+template <uint32_t ITEMS> struct slots_seen {
+  uint32_t slot[ITEMS], used[ITEMS];
+  int32_t held[ITEMS];
 };
-
-// The same after step_topk has looked them up.
-struct from_plan {
-  static constexpr bool PINNED = true;
-
-  template <uint32_t ITEMS, class A> DEVICE void begin(const A& a, uint32_t row, uint32_t first, entries<ITEMS>* e) {
-    const int32_t* selected = (const int32_t*)a.selected + row * a.k;
-    const uint64_t* plan = (const uint64_t*)a.plan + row * a.k;
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      uint32_t at = first + i < a.k ? first + i : 0u;
-      e->position[i] = selected[at];
-      e->miss[i] = (uint32_t)plan[at];
-    }
+template <uint32_t ITEMS, class A> DEVICE void load_slots(const A& a, const round_of_group& g, uint32_t hand, uint32_t first, slots_seen<ITEMS>* v) {
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) {
+    uint32_t c = hand + (first + i < a.slots ? first + i : 0u);
+    v->slot[i] = c >= a.slots ? c - a.slots : c;
+    v->used[i] = g.s.used[v->slot[i]];
+    v->held[i] = g.s.position_of[v->slot[i]];
   }
+}
 
-  template <uint32_t ITEMS, class A>
-  DEVICE void load(const A& a, const round_of_group& g, uint32_t, uint32_t first, uint32_t count, entries<ITEMS>* e) {
-    e->recent = 0;
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      bool inside = first + i < count;
-      e->recent += inside && e->position[i] >= g.h.cached ? 1u : 0u;
-      e->miss[i] = inside && (e->miss[i] & MISSED) ? NEW_MISS : FOUND;
-      e->position[i] = e->miss[i] == NEW_MISS ? e->position[i] : 0;
-    }
-    load_tables(a, g, e);
+// Entries [first, first + ITEMS) of a row are looked up in two steps: `load_selected` loads what can be loaded before the session is known.
+template <uint32_t ITEMS, class A> DEVICE void load_selected(const A& a, uint32_t row, uint32_t first, entries<ITEMS>* e) {
+  const int32_t* selected = (const int32_t*)a.selected + row * a.k;
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) e->position[i] = selected[first + i < a.k ? first + i : 0u];
+}
+
+// The plan gets what was found, and 0 past the row's end. alone: the round has this tile alone; then v gets the window of slots, as it was before, and
+// w what was pinned of it. Else MISSED is left in the plan where nothing was found.
+template <uint32_t ITEMS, class A>
+DEVICE void look_up_entries(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, bool alone, entries<ITEMS>* e,
+                            uint32_t hand, slots_seen<ITEMS>* v, work* w) {
+  uint64_t* plan = (uint64_t*)a.plan + row * a.k;
+  uint32_t filled[ITEMS];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) e->position[i] = first + i < count ? e->position[i] : 0;
+  load_tables(a, g, e);
+  if (alone) load_slots(a, g, hand, first, v);
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) filled[i] = g.s.filled[e->slot[i] >= 0 ? e->slot[i] : 0];
+  e->recent = 0;
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) {
+    bool inside = first + i < count, recent = inside && e->position[i] >= g.h.cached;
+    uint64_t entry = inside ? look_up(g.h, g.s, e->position[i], e->slot[i], filled[i]) : 0u;
+    e->miss[i] = entry == MISSED ? NEW_MISS : FOUND;
+    e->recent += recent ? 1u : 0u;
+    if ((!alone || entry != MISSED) && first + i < a.k) plan[first + i] = entry;
+    if (!alone || !inside || recent || entry == MISSED) continue;
+    uint32_t from_hand = (uint32_t)e->slot[i] - hand, place = (uint32_t)e->slot[i] < hand ? from_hand + a.slots : from_hand;
+    if (place < WINDOW) lds_add(&w->pinned[place / 32u], 1u << place % 32u);  // a slot is found once a row
   }
-};
+}
+
+// The same of a row that was looked up by another block.
+template <uint32_t ITEMS, class A>
+DEVICE void recall_misses(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, entries<ITEMS>* e) {
+  const uint64_t* plan = (const uint64_t*)a.plan + row * a.k;
+  load_selected(a, row, first, e);
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) e->miss[i] = (uint32_t)plan[first + i < a.k ? first + i : 0u];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) {
+    e->miss[i] = first + i < count && (e->miss[i] & MISSED) ? NEW_MISS : FOUND;
+    e->position[i] = e->miss[i] == NEW_MISS ? e->position[i] : 0;
+  }
+  e->recent = 0;
+  load_tables(a, g, e);
+}
 
 // Numbers the misses of a tile in order of their place, after those counted so far. A claim of an earlier row makes a duplicate; new misses are
 // claimed, unless no row follows, and enter the fetch list with their source.
@@ -221,21 +230,6 @@ DEVICE void number_misses(const A& a, const round_of_group& g, entries<ITEMS>* e
     ((uint64_t*)a.fetch_sources)[g.list + m] = e->extent[i] + (uint64_t)(p % a.extent_rows) * a.row_bytes;
     if (m < ORDER) w->order[m] = p;
     e->miss[i] = m++;
-  }
-}
-
-// ITEMS slots of a work-item, in circular order from the hand.
-template <uint32_t ITEMS> struct slots_seen {
-  uint32_t slot[ITEMS], used[ITEMS];
-  int32_t held[ITEMS];
-};
-template <uint32_t ITEMS, class A> DEVICE void load_slots(const A& a, const round_of_group& g, uint32_t hand, uint32_t first, slots_seen<ITEMS>* v) {
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    uint32_t c = hand + (first + i < a.slots ? first + i : 0u);
-    v->slot[i] = c >= a.slots ? c - a.slots : c;
-    v->used[i] = g.s.used[v->slot[i]];
-    v->held[i] = g.s.position_of[v->slot[i]];
   }
 }
 
@@ -324,12 +318,37 @@ DEVICE void add_counts(const round_of_group& g, uint32_t rows_selected, uint32_t
   g.counters[5] += n.misses - given;
 }
 
-// One round, by a block of THREADS work-items with ITEMS entries and slots each at a time. From: from_tables looks rows up, from_plan has them looked
-// up. Rows are numbered one after the other, so that each sees the claims of those before it; no slot is given before the last one was looked
-// up. A round of one tile keeps its entries in registers.
-template <uint32_t THREADS, uint32_t ITEMS, class From, class A> DEVICE void plan_round(const A& a, uint32_t round, work* w) {
+// Misses get slots and the plan their targets; `v` holds the first slots from the hand. `e`: of a round of one tile. Returns the number of slots given.
+template <uint32_t THREADS, uint32_t ITEMS, class A>
+DEVICE uint32_t give_round(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, bool one_tile, slots_seen<ITEMS>* v, entries<ITEMS>* e,
+                           work* w) {
+  constexpr uint32_t TILE = THREADS * ITEMS;
+  uint32_t at = thread_id() * ITEMS, given = give_slots<THREADS>(a, g, misses, hand, v, w);
+  block_sync();
+  for (uint32_t row = g.first; row < g.last; row++) {
+    uint32_t count = one_tile ? 1u : (uint32_t)((const int32_t*)a.counts)[row];
+    for (uint32_t tile = 0; tile < count; tile += TILE) {
+      if (!one_tile) recall_numbers(a, row, tile + at, count, e);
+      complete(a, g, row, tile + at, given, *e, w);
+    }
+  }
+  return given;
+}
+
+// The window's tags are as this block has left them.
+template <uint32_t ITEMS> DEVICE void recall_pins(const round_of_group& g, slots_seen<ITEMS>* v, const work* w) {
+  static_assert(32 % ITEMS == 0, "the slots of a work-item share a word");
+  uint32_t at = thread_id() * ITEMS, bits = w->pinned[at / 32u] >> at % 32u;
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) v->used[i] = bits >> i & 1u ? g.h.tag : v->used[i];
+}
+
+// One round, by a block of THREADS work-items with ITEMS entries and slots each at a time. Rows are numbered one after the other, so that each sees the
+// claims of those before it; no slot is given before the last one was looked up. A round of one tile keeps its entries in registers.
+template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(const A& a, uint32_t round, work* w) {
   constexpr uint32_t TILE = THREADS * ITEMS;
   static_assert(TILE < 1u << 15, "the scan of a tile of slots counts in 16 bits");
+  static_assert(TILE == WINDOW, "the window is the first tile of slots");
   int32_t* fetch_count = (int32_t*)a.fetch_counts + round;
   round_of_group g;
   if (!open_rows(a, round, &g)) {
@@ -337,44 +356,145 @@ template <uint32_t THREADS, uint32_t ITEMS, class From, class A> DEVICE void pla
     return;
   }
   bool one_tile = g.last - g.first == 1u && a.k <= TILE;
-  uint32_t at = thread_id() * ITEMS, rows_selected = 0;
+  uint32_t at = thread_id() * ITEMS, rows_selected = 0, given = 0;
   tally n = {0, 0, 0};
   entries<ITEMS> e;
   slots_seen<ITEMS> v;
-  From::begin(a, g.first, at, &e);
-  open_session(a, &g);
+  load_selected(a, g.first, at, &e);
+  open_session(a, g.first, &g);
   uint32_t hand = *g.hand;
-  if (From::PINNED) load_slots(a, g, hand, at, &v);
+  if (thread_id() < WINDOW / 32u) w->pinned[thread_id()] = 0;
+  block_sync();
   for (uint32_t row = g.first; row < g.last; row++) {
     uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
     rows_selected += count;
     for (uint32_t tile = 0; tile < a.k; tile += TILE) {
-      if (row != g.first || tile) From::begin(a, row, tile + at, &e);
-      From::load(a, g, row, tile + at, count, &e);
+      if (row != g.first || tile) load_selected(a, row, tile + at, &e);
+      look_up_entries(a, g, row, tile + at, count, one_tile, &e, hand, &v, w);
       number_misses<THREADS>(a, g, &e, &n, w);
       if (!one_tile) keep_numbers(a, row, tile + at, e);
     }
     block_sync();  // claims, and pins of slots
   }
-  uint32_t given = 0;
   if (n.misses) {
-    if (!From::PINNED) load_slots(a, g, hand, at, &v);
-    given = give_slots<THREADS>(a, g, n.misses, hand, &v, w);
-    block_sync();
-    if (one_tile) complete(a, g, g.first, at, given, e, w);
-    for (uint32_t row = g.first; row < g.last && !one_tile; row++) {
-      uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
-      for (uint32_t tile = 0; tile < count; tile += TILE) {
-        recall_numbers(a, row, tile + at, count, &e);
-        complete(a, g, row, tile + at, given, e, w);
-      }
-    }
+    if (one_tile) recall_pins(g, &v, w);
+    else load_slots(a, g, hand, at, &v);
+    given = give_round<THREADS>(a, g, n.misses, hand, one_tile, &v, &e, w);
   }
   add_counts(g, rows_selected, given, n);
   if (thread_id() == 0) *fetch_count = (int32_t)n.misses;
 }
 
-// Part GIVE of step_gemv, for one round and a block of 256 work-items: step_topk has looked up every row; `w` is LDS of the caller's.
-DEVICE void give_part(const step_give_args& a, uint32_t round, work* w) { plan_round<256, 4, from_plan>(a, round, w); }
+constexpr uint32_t GIVE_THREADS = 256, GIVE_ITEMS = 8;
+static_assert(GIVE_THREADS * GIVE_ITEMS == WINDOW, "a row is one tile, and the window the first tile of slots");
+
+// Words of `arrivals` of a round: blocks that have come, what they have missed and what they found past the boundary. 0 between launches.
+constexpr uint32_t ARRIVAL_WORDS = 4;
+
+// The round of a query row; false if it is in none. The block of row 0 ends rounds without rows.
+DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g, work* w) {
+  if (thread_id() == 0) w->round = ~0u;
+  if (thread_id() < WINDOW / 32u) w->pinned[thread_id()] = 0;
+  block_sync();
+  for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
+    uint32_t first = (uint32_t)((const int32_t*)a.round_starts)[round], last = (uint32_t)((const int32_t*)a.round_starts)[round + 1u];
+    if (first <= row && row < last) w->round = round;
+    if (row == 0 && first >= last) ((int32_t*)a.fetch_counts)[round] = 0;
+  }
+  block_sync();
+  return w->round != ~0u && open_rows(a, w->round, g);
+}
+
+// True in the block that comes last of a round's: it sees what the others wrote, and `n` has their sums.
+DEVICE bool last_of_round(const step_give_args& a, const round_of_group& g, tally* n, work* w) {
+  uint32_t* arrivals = (uint32_t*)a.arrivals + w->round * ARRIVAL_WORDS;
+  fence_device();
+  block_sync();
+  if (thread_id() == 0) {
+    if (n->misses) global_add(arrivals + 1, n->misses);
+    if (n->recent) global_add(arrivals + 2, n->recent);
+    fence_device();
+    w->last = global_add(arrivals, 1u) + 1u == g.last - g.first;
+  }
+  block_sync();
+  if (!w->last) return false;
+  fence_device();
+  n->misses = arrivals[1];
+  n->recent = arrivals[2];
+  block_sync();
+  if (thread_id() < 3) arrivals[thread_id()] = 0;
+  return true;
+}
+
+// Part GIVE of step_gemv, for one query row and a block of 256 work-items: looks the row up. The last block of the round then numbers all misses, gives
+// them slots and completes plan, fetch list and counters, as plan_round does. `w` is LDS of the caller's.
+DEVICE void give_part(const step_give_args& a, uint32_t row, work* w) {
+  constexpr uint32_t THREADS = GIVE_THREADS, ITEMS = GIVE_ITEMS;
+  round_of_group g;
+  entries<ITEMS> e;
+  slots_seen<ITEMS> v;
+  uint32_t at = thread_id() * ITEMS, count = (uint32_t)((const int32_t*)a.counts)[row], rows_selected = 0, given = 0;
+  load_selected(a, row, at, &e);
+  open_session(a, row, &g);
+  uint32_t hand = *g.hand;
+  if (!find_round(a, row, &g, w)) return;
+  bool alone = g.last - g.first == 1u;
+  look_up_entries(a, g, row, at, count, alone, &e, hand, &v, w);
+  tally n = {0, 0, 0};
+  if (!alone) {
+    uint32_t misses = 0, recent = e.recent;
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) misses += e.miss[i] == NEW_MISS ? 1u : 0u;
+    uint64_t total;
+    block_scan<THREADS>((uint64_t)misses | (uint64_t)recent << 32, w->scan, &total);
+    n = {(uint32_t)total, (uint32_t)(total >> 32), 0};
+    if (!last_of_round(a, g, &n, w)) return;
+    load_slots(a, g, hand, at, &v);
+  }
+  bool missed = alone || n.misses;
+  n.misses = 0;
+  for (uint32_t r = g.first; r < g.last; r++) {
+    uint32_t of_row = (uint32_t)((const int32_t*)a.counts)[r];
+    rows_selected += of_row;
+    if (!missed) continue;
+    if (!alone) recall_misses(a, g, r, at, of_row, &e);
+    number_misses<THREADS>(a, g, &e, &n, w);
+    if (!alone) keep_numbers(a, r, at, e);
+    block_sync();  // claims
+  }
+  if (n.misses) {
+    if (alone) recall_pins(g, &v, w);
+    given = give_round<THREADS>(a, g, n.misses, hand, alone, &v, &e, w);
+  }
+  add_counts(g, rows_selected, given, n);
+  if (thread_id() == 0) ((int32_t*)a.fetch_counts)[w->round] = (int32_t)n.misses;
+}
+
+// Part PLACE of step_gemv, for one query row and a block of 256 work-items.
+DEVICE void place_part(const step_place_args& a, uint32_t row) {
+  constexpr uint32_t THREADS = 256, ITEMS = 8;
+  const int32_t* selected = (const int32_t*)a.selected + (uint64_t)row * a.k;
+  const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[row] * a.table_stride;
+  uint64_t* plan = (uint64_t*)a.plan + (uint64_t)row * a.k;
+  uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
+  for (uint32_t first = thread_id(); first < a.k; first += THREADS * ITEMS) {
+    uint32_t position[ITEMS];
+    uint64_t extent[ITEMS];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      uint32_t at = first + i * THREADS;
+      position[i] = (uint32_t)selected[at < a.k ? at : 0u];
+      position[i] = at < count ? position[i] : 0u;
+    }
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) extent[i] = table[position[i] / a.extent_rows];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      uint32_t at = first + i * THREADS;
+      uint64_t reference = (extent[i] + (uint64_t)(position[i] % a.extent_rows) * a.row_bytes) | EXTENT;
+      if (at < a.k) plan[at] = at < count ? reference : 0u;
+    }
+  }
+}
 
 }  // namespace hotcache

@@ -75,7 +75,7 @@ KERNEL(plan_linear, plan_args, 256) {
 // LAUNCH hot_plan block=1024
 KERNEL(hot_plan, hot_plan_args, 1024) {
   SHARED(hotcache::work, lds, 1);
-  hotcache::plan_round<hotcache::PLAN_THREADS, hotcache::PLAN_ITEMS, hotcache::from_tables>(a, block_x(), lds);
+  hotcache::plan_round<hotcache::PLAN_THREADS, hotcache::PLAN_ITEMS>(a, block_x(), lds);
 }
 
 // Grid: ceil(rounds / 64). Sessions differ; a negative one is padding.

@@ -1,4 +1,9 @@
 // sampling.hip - one token a row from its logits, and the log-probabilities that go with it.
+//   sample_best   largest raw and adjusted logit, log-sum-exp, the most probable tokens; greedy rows end here
+//   sample_bins   rows with top-k or top-p: count and mass of the live tokens by distance from the largest; which bins hold the boundaries
+//   sample_draw   mass of each chunk of tokens and the tokens of those bins; then the boundary itself, and the draw
+// A block has chunks of CHUNK tokens of one row, and the last of a row's blocks to arrive finishes the row; it has nothing to wait for. What is
+// summed in floating point is summed by chunk, so nothing depends on the grid.
 // Order of the filters: repetition penalty (seen tokens: l > 0 ? l / p : l * p), temperature, top-k (exactly k), top-p (the fewest of the
 // most probable that hold top_p of the mass top-k left), min-p (drop what is below min_p times the most probable), then the inverse of the
 // distribution in token order at a Philox 4x32-10 draw with key = seed, counter = position. Ties everywhere to the lowest token.
@@ -6,230 +11,38 @@
 // Probabilities are integers: mass = floor(2^32 * exp((l - l_max) / temperature)), with an exponential made of explicit fused operations.
 // Sums of integers have no order, so thresholds and draws are exact: the same logits and parameters give the same token on every target
 // and whatever else runs, and the numpy reference agrees token for token. Tokens below 2^-32 of the most probable are never drawn.
-// top-k and top-p keep a prefix of one total order (larger logit first, then lower id), so a row's filter is one boundary (key, id), found by
-// radix selection on counts or masses.
+// top-k and top-p keep a prefix of one total order (larger logit first, then lower id), so a row's filter is one boundary in it. Bins only bring the
+// boundary near: those before `sure` are kept, those after `last` dropped, and the tokens between are ranked by radix selection on counts or masses.
 //
-// NaN counts as -inf. If every logit is -inf, the token is -1. +inf wins, evenly among equals. One block a row; vocab <= 524,288.
+// NaN counts as -inf. If every logit is -inf, the token is -1. +inf wins, evenly among equals. vocab <= 524,288.
 #include "portable.h"
 #include "scan.h"
+#include "sampling.h"
 
 namespace sampling {
 
-constexpr uint32_t THREADS = SCAN_THREADS;
-constexpr uint32_t ITEMS = 8;                // consecutive tokens a work-item where token order matters
-constexpr uint32_t TILE = THREADS * ITEMS;   // THREADS tiles at most: vocab <= 524,288
-constexpr uint32_t LOGPROBS_MAX = 32;
-constexpr uint32_t NO_ID_LIMIT = ~0u;
-
-enum weight_kind { COUNT, MASS, TIE };
-
-struct workspace {
-  uint64_t histogram[THREADS];
-  uint64_t scan[THREADS + SCAN_GROUP];
-  selection<uint64_t> found;
-  uint64_t entries[LOGPROBS_MAX];
-  uint32_t cursor;
-};
-
-// A row of logits as one stage of the filters sees it; the same in every work-item.
-struct row_view {
-  const float* logits;
-  const uint8_t* seen;  // null: no penalty
-  float penalty;
-  float temperature;
-  float top;         // largest adjusted logit
-  uint32_t vocab;
-  uint32_t cut_key;  // kept: key > cut_key, or key == cut_key and id <= cut_id
-  uint32_t cut_id;
-  uint64_t mass_min;
-  uint64_t tie_weight;  // what one token on the boundary weighs
-};
-
-DEVICE uint32_t key_at(const row_view& v, uint32_t id) {
-  float l = v.logits[id];
-  if (v.seen && v.seen[id]) l = l > 0.0f ? l / v.penalty : l * v.penalty;
-  return order_key(l);
+DEVICE float logprob_of(const sample_state& s, uint32_t raw_key) {
+  float l = order_value(raw_key), top = order_value(s.raw_key);
+  return (l == top ? 0.0f : l - top) - s.log_total;
 }
 
-// floor(2^32 * exp(d)) for d <= 0, to about 2e-7 relative, the same bits on every target. Cephes' expf with fused steps.
-DEVICE uint64_t exp_mass(float d) {
-  if (!(d > -22.25f)) return 0;  // 2^32 * exp(-22.25) < 1; also -inf and NaN
-  float k = rint_f32(d * 1.44269504088896341f);
-  float r = fma_f32(k, 2.12194440e-4f, fma_f32(k, -0.693359375f, d));
-  float p = fma_f32(1.9875691500e-4f, r, 1.3981999507e-3f);
-  p = fma_f32(p, r, 8.3334519073e-3f);
-  p = fma_f32(p, r, 4.1665795894e-2f);
-  p = fma_f32(p, r, 1.6666665459e-1f);
-  p = fma_f32(p, r, 5.0000001201e-1f);
-  p = fma_f32(p, r * r, r) + 1.0f;
-  return (uint64_t)(p * float_of((uint32_t)((int32_t)k + 32 + 127) << 23));
-}
-
-// Through the key, so that no compiler fuses the penalty's product into the difference.
-DEVICE uint64_t mass_of(const row_view& v, uint32_t key) {
-  float l = order_value(key);
-  return exp_mass(l == v.top ? 0.0f : (l - v.top) / v.temperature);
-}
-
-template <int KIND> DEVICE uint64_t weigh(const row_view& v, uint32_t key, uint32_t id) {
-  if (KIND == TIE) return key == v.cut_key ? v.tie_weight : 0u;
-  if (key < v.cut_key || (key == v.cut_key && id > v.cut_id)) return 0;
-  if (KIND == COUNT) return 1;
-  uint64_t mass = mass_of(v, key);
-  return mass >= v.mass_min ? mass : 0;
-}
-
-// Upper 64 bits of the 128-bit product.
-DEVICE uint64_t high_product(uint64_t a, uint64_t b) {
-  uint64_t a0 = (uint32_t)a, a1 = a >> 32, b0 = (uint32_t)b, b1 = b >> 32;
-  uint64_t mid = a1 * b0 + (a0 * b0 >> 32), cross = a0 * b1 + (uint32_t)mid;
-  return a1 * b1 + (mid >> 32) + (cross >> 32);
-}
-
-// The first token in token order at which the running weight exceeds the target: `point` itself, or for MASS the fraction
-// point / 2^64 of the whole weight. The whole weight must exceed the target.
-template <int KIND> DEVICE uint32_t locate(const row_view& v, uint64_t point, workspace* w) {
-  uint32_t t = thread_id();
-  w->histogram[t] = 0;
-  block_sync();
-  for (uint32_t tile = 0; tile * TILE < v.vocab; tile++) {
-    uint64_t weight = 0;
-    uint32_t first = tile * TILE + t * ITEMS;
-    for (uint32_t i = first; i < first + ITEMS && i < v.vocab; i++) weight += weigh<KIND>(v, key_at(v, i), i);
-    if (weight) lds_add(&w->histogram[tile], weight);
+// By one work-item.
+DEVICE void put_token(const sample_args& a, const sample_row& p, const sample_state& s, uint32_t row, int32_t token) {
+  ((int32_t*)a.tokens)[row] = token;
+  if (a.logprobs) {
+    float raw = ((const float*)a.logits)[(uint64_t)row * a.vocab + (uint32_t)(token < 0 ? 0 : token)];
+    ((float*)a.logprobs)[row] = token < 0 ? float_of(0xff800000u) : logprob_of(s, order_key(raw));
   }
-  block_sync();
-  uint64_t total, mine = w->histogram[t];
-  uint64_t before = block_prefix(mine, w->scan, &total);
-  uint64_t target = point;
-  if (KIND == MASS) target = high_product(point, total);
-  if (before <= target && target - before < mine) w->found = {t, target - before};
-  block_sync();
-  uint32_t first = w->found.prefix * TILE + t * ITEMS;
-  target = w->found.wanted;
-  mine = 0;
-  for (uint32_t i = first; i < first + ITEMS && i < v.vocab; i++) mine += weigh<KIND>(v, key_at(v, i), i);
-  before = block_prefix(mine, w->scan, &total);
-  if (before <= target && target - before < mine) {
-    uint32_t i = first;
-    for (uint64_t passed = before;; i++) {
-      passed += weigh<KIND>(v, key_at(v, i), i);
-      if (passed > target) break;
-    }
-    w->found = {i, 0};
-  }
-  block_sync();
-  uint32_t id = w->found.prefix;
-  block_sync();
-  return id;
+  if (a.marks && a.seen && p.seen_row >= 0 && token >= 0) ((uint8_t*)a.seen)[(uint64_t)p.seen_row * a.vocab + (uint32_t)token] = 1;
 }
 
-// The least whole mass that is at least `share` of total, and at least 1.
-DEVICE uint64_t share_of(float share, uint64_t total) {
-  double exact = (double)share * (double)total;
-  uint64_t whole = exact > 0.0 ? (uint64_t)exact : 0u;
-  if ((double)whole < exact) whole++;
-  return whole < 1u ? 1u : (whole > total ? total : whole);
-}
-
-// Moves the boundary of `v` up to the shortest prefix of its order that holds `count` tokens (COUNT) or `share` of the mass (MASS).
-template <int KIND> DEVICE void cut(row_view* v, uint32_t count, float share, workspace* w) {
-  uint32_t t = thread_id();
-  selection<uint64_t> s = {0u, count};
-  for (int32_t shift = 24; shift >= 0; shift -= 8) {
-    w->histogram[t] = 0;
-    block_sync();
-    for (uint32_t id = t; id < v->vocab; id += THREADS) {
-      uint32_t key = key_at(*v, id);
-      if (!shares_prefix(key, s.prefix, (uint32_t)shift)) continue;
-      uint64_t weight = weigh<KIND>(*v, key, id);
-      if (weight) lds_add(&w->histogram[(key >> shift) & 255u], weight);
-    }
-    block_sync();
-    if (KIND == MASS && shift == 24) {
-      uint64_t total;
-      block_prefix(w->histogram[t], w->scan, &total);
-      s.wanted = share_of(share, total);
-    }
-    select_digit(&s, (uint32_t)shift, w->histogram, w->scan, &w->found);
-  }
-  uint64_t tied = w->histogram[s.prefix & 255u];
-  block_sync();
-  v->tie_weight = KIND == MASS ? mass_of(*v, s.prefix) : 1u;
-  bool all = s.wanted + v->tie_weight > tied;  // the last of the ties is wanted too
-  if (s.prefix != v->cut_key) v->cut_id = NO_ID_LIMIT;
-  v->cut_key = s.prefix;
-  if (!all) v->cut_id = locate<TIE>(*v, s.wanted - 1u, w);
-}
-
-// Largest key and the lowest token that has it.
-DEVICE selection<uint32_t> best(const row_view& v, workspace* w) {
-  uint32_t t = thread_id();
-  uint64_t top = 0;
-  for (uint32_t id = t; id < v.vocab; id += THREADS) {
-    uint64_t entry = ((uint64_t)key_at(v, id) << 32) | (uint32_t)~id;
-    top = entry > top ? entry : top;
-  }
-  w->scan[t] = top;
-  block_sync();
-  if (t < SCAN_GROUP) {
-    for (uint32_t i = 0; i < SCAN_GROUP; i++) top = w->scan[t * SCAN_GROUP + i] > top ? w->scan[t * SCAN_GROUP + i] : top;
-    w->scan[THREADS + t] = top;
-  }
-  block_sync();
-  top = 0;
-  for (uint32_t i = 0; i < SCAN_GROUP; i++) top = w->scan[THREADS + i] > top ? w->scan[THREADS + i] : top;
-  block_sync();
-  return {(uint32_t)(top >> 32), ~(uint32_t)top};  // key, id
-}
-
-// 64 random bits: the first two words of Philox 4x32-10 (Salmon et al., SC 2011) with counter (position, 0, 0, 0).
-DEVICE uint64_t philox(uint64_t seed, uint32_t position) {
-  uint32_t c0 = position, c1 = 0, c2 = 0, c3 = 0, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-  UNROLL
-  for (uint32_t round = 0; round < 10; round++) {
-    uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
-    c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-    c1 = (uint32_t)b;
-    c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-    c3 = (uint32_t)a;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return ((uint64_t)c1 << 32) | c0;
-}
-
-DEVICE uint32_t draw(row_view* v, const sample_row& p, workspace* w) {
-  v->temperature = p.temperature;
-  if (p.top_k > 0u && p.top_k < v->vocab) cut<COUNT>(v, p.top_k, 1.0f, w);
-  if (p.top_p < 1.0f) cut<MASS>(v, 0u, p.top_p, w);
-  v->mass_min = p.min_p > 0.0f ? share_of(p.min_p, (uint64_t)1 << 32) : 0u;
-  return locate<MASS>(*v, philox(p.seed, p.position), w);
-}
-
-// log(sum exp(l - top)) of the raw logits; the row's log-sum-exp is top plus this.
-DEVICE float log_total(const row_view& v, workspace* w) {
-  float* lds = (float*)w->scan;
-  uint32_t t = thread_id();
-  float sum = 0.0f;
-  for (uint32_t id = t; id < v.vocab; id += THREADS) {
-    float l = order_value(key_at(v, id));
-    sum += l == v.top ? 1.0f : exp_f32(l - v.top);
-  }
-  float total;
-  block_prefix(sum, lds, &total);
-  return log_f32(total);
-}
-
-DEVICE float logprob_of(const row_view& v, uint32_t key, float total) {
-  float l = order_value(key);
-  return (l == v.top ? 0.0f : l - v.top) - total;
-}
-
-// The n tokens of the largest raw logits, descending, ties to the lowest token; entries past n are -1 and -inf.
-DEVICE void top_logprobs(const sample_args& a, row_view v, uint32_t row, uint32_t wanted, float total, workspace* w) {
+// The n tokens of the largest raw logits, descending; entries past n are -1 and -inf. n of the groups hold them all.
+DEVICE void put_tops(const sample_args& a, const row_view& raw, const sample_state& s, uint32_t row, uint32_t wanted) {
+  SHARED(uint32_t, taken, 2);
+  SHARED(uint32_t, chosen, LOGPROBS_MAX);
+  SHARED(uint64_t, tops, LOGPROBS_MAX);
   uint32_t t = thread_id(), n = wanted < a.max_logprobs ? wanted : a.max_logprobs;
-  n = n < v.vocab ? n : v.vocab;
+  n = n < a.vocab ? n : a.vocab;
   int32_t* ids = (int32_t*)a.top_ids + (uint64_t)row * a.max_logprobs;
   float* values = (float*)a.top_logprobs + (uint64_t)row * a.max_logprobs;
   if (t >= n && t < a.max_logprobs) {
@@ -237,56 +50,370 @@ DEVICE void top_logprobs(const sample_args& a, row_view v, uint32_t row, uint32_
     values[t] = float_of(0xff800000u);
   }
   if (n == 0u) return;
-  if (n < v.vocab) cut<COUNT>(&v, n, 1.0f, w);
-  if (t == 0) w->cursor = 0;
+  const uint64_t* groups = (const uint64_t*)a.groups + (uint64_t)row * a.chunks * GROUPS;
+  uint64_t* entries = (uint64_t*)a.entries + (uint64_t)row * a.vocab;
+  uint32_t group_count = (a.vocab + GROUP - 1u) / GROUP;
+  uint64_t lowest = 1;
+  if (t < 2u) taken[t] = 0;
+  if (n < group_count) lowest = select<COUNT>(raw, {nullptr, groups, group_count, 0u}, 1u, n);
   block_sync();
-  for (uint32_t id = t; id < v.vocab; id += THREADS) {
-    uint32_t key = key_at(v, id);
-    if (weigh<COUNT>(v, key, id)) w->entries[lds_add(&w->cursor, 1u)] = ((uint64_t)key << 32) | (uint32_t)~id;
+  for (uint32_t i = t; i < group_count; i += THREADS) {
+    if (groups[i] >= lowest) chosen[lds_add(&taken[0], 1u)] = i;
   }
+  block_sync();
+  for (uint32_t i = t / GROUP_LANES; i < taken[0]; i += WAVES) {
+    uint32_t id = chosen[i] * GROUP + t % GROUP_LANES * QUAD, keys[QUAD];
+    load_keys(raw, id, keys);
+    UNROLL
+    for (uint32_t j = 0; j < QUAD; j++) {
+      uint64_t entry = entry_of(keys[j], id + j);
+      if (entry >= lowest) entries[lds_add(&taken[1], 1u)] = entry;
+    }
+  }
+  block_sync();
+  entry_list list = {nullptr, entries, taken[1], 0u};
+  block_sync();
+  if (n < list.count) lowest = select<COUNT>(raw, list, 1u, n);
+  if (t == 0) taken[0] = 0;
+  block_sync();
+  visit(list, [&](uint64_t entry) {
+    if (entry >= lowest) tops[lds_add(&taken[0], 1u)] = entry;
+  });
   block_sync();
   if (t >= n) return;
   uint32_t place = 0;
-  for (uint32_t i = 0; i < n; i++) place += w->entries[i] > w->entries[t] ? 1u : 0u;
-  ids[place] = (int32_t)~(uint32_t)w->entries[t];
-  values[place] = logprob_of(v, (uint32_t)(w->entries[t] >> 32), total);
+  for (uint32_t i = 0; i < n; i++) place += tops[i] > tops[t] ? 1u : 0u;
+  ids[place] = (int32_t)id_of(tops[t]);
+  values[place] = logprob_of(s, key_of(tops[t]));
+}
+
+// Joins the chunks of a row: what later launches read of it, and all results of a greedy row. Like the other finishing steps it reads the settings of
+// the row again, so that they need not stay in registers.
+DEVICE void finish_best(const sample_args& a, uint32_t row) {
+  uint32_t t = thread_id();
+  sample_row p = ((const sample_row*)a.params)[row];
+  row_view v = open_row(a, p, row);
+  sample_chunk mine = {};
+  if (t < a.chunks) mine = ((const sample_chunk*)a.records)[(uint64_t)row * a.chunks + t];
+  uint64_t raw = block_largest(mine.raw), best = v.seen ? block_largest(mine.best) : raw;
+  float l = order_value(key_of(mine.raw)), top = order_value(key_of(raw));
+  float total = ordered_sum(t < a.chunks ? mine.sum * (l == top ? 1.0f : exp_f32(l - top)) : 0.0f);
+  sample_state s = {};
+  s.raw_key = key_of(raw);
+  s.key = key_of(best);
+  s.log_total = log_f32(total);
+  bool nothing = s.key == ORDER_KEY_NEGATIVE_INFINITY;
+  if (t == 0) {
+    ((sample_state*)a.states)[row] = s;
+    if (nothing) put_token(a, p, s, row, -1);
+    else if (!draws(p)) put_token(a, p, s, row, (int32_t)id_of(best));
+  }
+  v.seen = nullptr;
+  if (a.top_ids) put_tops(a, v, s, row, nothing ? 0u : p.n_logprobs);
+}
+
+struct bin_found {
+  uint64_t mass;  // of the bins before
+  uint32_t bin, count;
+};
+
+// Which bins hold the boundaries. With top-k the mass that top-p shares out is known only once the k-th token is: at least that of the bins before
+// it.
+DEVICE void find_bins(const sample_args& a, uint32_t row) {
+  sample_row p = ((const sample_row*)a.params)[row];
+  SHARED(uint64_t, lds64, BLOCK_SCAN);
+  SHARED(uint32_t, lds32, BLOCK_SCAN);
+  SHARED(bin_found, found, 1);
+  uint32_t t = thread_id(), count[BINS_EACH], count_sum = 0, live, sure = BINS, last = BINS;
+  uint64_t mass[BINS_EACH], mass_sum = 0, total;
+  uint64_t at = (uint64_t)row * BINS + t * BINS_EACH;
+  UNROLL
+  for (uint32_t i = 0; i < BINS_EACH; i++) {
+    mass[i] = ((const uint64_t*)a.masses)[at + i];
+    count[i] = ((const uint32_t*)a.counts)[at + i];
+    mass_sum += mass[i];
+    count_sum += count[i];
+  }
+  uint64_t mass_before = block_scan<THREADS>(mass_sum, lds64, &total);
+  uint32_t count_before = block_scan<THREADS>(count_sum, lds32, &live);
+  auto find = [&](const auto& holds) {
+    uint64_t mass_to = mass_before;
+    uint32_t count_to = count_before;
+    UNROLL
+    for (uint32_t i = 0; i < BINS_EACH; i++) {
+      if (holds(count_to, count[i], mass_to, mass[i])) found[0] = {mass_to, t * BINS_EACH + i, count_to};
+      mass_to += mass[i];
+      count_to += count[i];
+    }
+    block_sync();
+  };
+  if (t == 0) found[0] = {0u, BINS, 0u};
+  block_sync();
+  bool counted = counts(p, a.vocab) && p.top_k < live;  // what is not live is never drawn
+  uint64_t shared = total;
+  if (counted) {
+    find([&](uint32_t before, uint32_t here, uint64_t, uint64_t) { return before < p.top_k && p.top_k <= before + here; });
+    sure = last = found[0].bin;
+    shared = found[0].mass;
+    block_sync();
+  }
+  if (p.top_p < 1.0f) {
+    uint64_t wanted = share_of(p.top_p, shared);
+    find([&](uint32_t, uint32_t, uint64_t before, uint64_t here) { return before < wanted && wanted <= before + here; });
+    sure = found[0].bin;
+    if (!counted) last = sure;
+  }
+  if (t != 0) return;
+  sample_state* s = (sample_state*)a.states + row;
+  s->sure = sure;
+  s->last = last;
+  s->count_left = counted ? p.top_k - found[0].count : 0u;
+  s->mass_before = found[0].mass;
+  s->total = total;
+}
+
+// What the launches before say of a row; without a filter there is no boundary, and sample_bins did not look for one.
+DEVICE sample_state open_state(const sample_args& a, const sample_row& p, uint32_t row) {
+  sample_state s = ((const sample_state*)a.states)[row];
+  if (!cuts(p, a.vocab)) s.sure = s.last = BINS;
+  return s;
+}
+DEVICE uint64_t least_mass(const sample_row& p) { return p.min_p > 0.0f ? share_of(p.min_p, (uint64_t)1 << 32) : 0u; }
+
+// The boundary among the candidates: tokens of the bins between from the bound on are kept.
+DEVICE uint64_t find_boundary(const row_view& v, const sample_row& p, const sample_state& s, const entry_list& list) {
+  SHARED(uint64_t, lds, BLOCK_SCAN);
+  uint64_t lowest = 0, whole = s.total;
+  if (s.count_left && s.count_left < list.count) lowest = select<COUNT>(v, list, 0u, s.count_left);
+  if (!(p.top_p < 1.0f)) return lowest;
+  if (s.count_left) {
+    uint64_t mass = 0;
+    visit(list, [&](uint64_t entry) { mass += entry >= lowest ? mass_of(v, entry) : 0u; });
+    block_scan<THREADS>(mass, lds, &whole);
+    whole += s.mass_before;
+  }
+  return select<MASS>(v, list, lowest, share_of(p.top_p, whole) - s.mass_before);
+}
+
+// Draws from what is kept: finds the chunk by the chunks' masses, then the token in it.
+DEVICE void finish_draw(const sample_args& a, uint32_t row) {
+  SHARED(uint64_t, held, HELD);
+  SHARED(uint32_t, low, THREADS);
+  SHARED(uint32_t, high, THREADS);
+  SHARED(uint64_t, lds, BLOCK_SCAN);
+  SHARED(bin_found, found, 1);
+  sample_row p = ((const sample_row*)a.params)[row];
+  sample_state s = open_state(a, p, row);
+  row_view v = open_row(a, p, row);
+  v.top = order_value(s.key);
+  uint64_t mass_min = least_mass(p);
+  uint32_t t = thread_id(), listed = s.listed;
+  uint64_t lowest = 0, total, mine = t < a.chunks ? ((const sample_chunk*)a.records)[(uint64_t)row * a.chunks + t].mass : 0u;
+  low[t] = 0;
+  high[t] = 0;
+  if (listed) {
+    const uint64_t* entries = (const uint64_t*)a.entries + (uint64_t)row * a.vocab;
+    entry_list list = {held, entries, listed, listed < HELD ? listed : HELD};
+    for (uint32_t i = t; i < list.held_count; i += THREADS) held[i] = entries[i];
+    block_sync();
+    lowest = find_boundary(v, p, s, list);
+    visit(list, [&](uint64_t entry) {
+      uint64_t mass = entry >= lowest ? mass_of(v, entry) : 0u;
+      if (mass < mass_min) return;
+      lds_add(&low[id_of(entry) / CHUNK], (uint32_t)mass & 0xffffu);
+      lds_add(&high[id_of(entry) / CHUNK], (uint32_t)(mass >> 16));
+    });
+    block_sync();
+    mine += ((uint64_t)high[t] << 16) + low[t];
+  }
+  uint64_t before = block_scan<THREADS>(mine, lds, &total), target = high_product(philox(p.seed, p.position), total);
+  if (before <= target && target - before < mine) found[0] = {target - before, t, 0u};
+  block_sync();
+  uint32_t first = found[0].bin * CHUNK + t * QUAD * LOADS;
+  target = found[0].mass;
+  uint64_t mass[LOADS * QUAD];
+  mine = 0;
+  UNROLL
+  for (uint32_t i = 0; i < LOADS; i++) {
+    uint32_t key[QUAD];
+    load_keys(v, first + i * QUAD, key);
+    penalise(v, first + i * QUAD, key);
+    UNROLL
+    for (uint32_t j = 0; j < QUAD; j++) {
+      float d = distance(v, key[j]);
+      bool live = key[j] && d > LIVE;
+      uint32_t bin = live ? bin_of(d) : BINS;
+      bool kept = live && (bin < s.sure || (bin <= s.last && entry_of(key[j], first + i * QUAD + j) >= lowest));
+      uint64_t m = kept ? exp_mass(d) : 0u;
+      mass[i * QUAD + j] = m >= mass_min ? m : 0u;
+      mine += mass[i * QUAD + j];
+    }
+  }
+  before = block_scan<THREADS>(mine, lds, &total);
+  if (!(before <= target && target - before < mine)) return;
+  uint32_t token = first;
+  UNROLL
+  for (uint32_t i = 0; i < LOADS * QUAD; i++) {
+    before += mass[i];
+    if (before <= target) token = first + i + 1u;
+  }
+  put_token(a, p, s, row, (int32_t)token);
+}
+
+// What a block of sample_best finds out about one chunk.
+DEVICE void best_of_chunk(const sample_args& a, const row_view& v, uint32_t row, uint32_t chunk) {
+  SHARED(uint64_t, largest, GROUPS);
+  uint32_t t = thread_id(), key[LOADS][QUAD];
+  uint64_t best = 0, raw_best = 0;
+  UNROLL
+  for (uint32_t i = 0; i < LOADS; i++) load_keys(v, chunk * CHUNK + i * SPAN + t * QUAD, key[i]);
+  UNROLL
+  for (uint32_t i = 0; i < LOADS; i++) {
+    uint64_t top = wave32_max(largest_of(key[i], chunk * CHUNK + i * SPAN + t * QUAD));
+    if (t % GROUP_LANES != 0) continue;
+    largest[i * WAVES + t / GROUP_LANES] = top;
+    if (a.top_ids) ((uint64_t*)a.groups)[((uint64_t)row * a.chunks + chunk) * GROUPS + i * WAVES + t / GROUP_LANES] = top;
+  }
+  block_sync();
+  UNROLL
+  for (uint32_t i = 0; i < GROUPS; i++) raw_best = larger(raw_best, largest[i]);
+  float top = order_value(key_of(raw_best)), sum = 0.0f;
+  UNROLL
+  for (uint32_t i = 0; i < LOADS; i++) {
+    UNROLL
+    for (uint32_t j = 0; j < QUAD; j++) {
+      float l = order_value(key[i][j]);
+      if (key[i][j]) sum += l == top ? 1.0f : exp_f32(l - top);
+    }
+  }
+  sum = ordered_sum(sum);
+  if (v.seen) {
+    UNROLL
+    for (uint32_t i = 0; i < LOADS; i++) {
+      uint32_t id = chunk * CHUNK + i * SPAN + t * QUAD;
+      penalise(v, id, key[i]);
+      best = larger(best, largest_of(key[i], id));
+    }
+    best = block_largest(best);
+  }
+  if (t != 0) return;
+  sample_chunk* record = (sample_chunk*)a.records + (uint64_t)row * a.chunks + chunk;
+  record->raw = raw_best;
+  record->best = best;
+  record->sum = sum;
+}
+
+// What a block of sample_draw finds out about one chunk: the mass that is kept for sure, and candidates.
+DEVICE void draw_of_chunk(const sample_args& a, const row_view& v, const sample_state& s, uint64_t mass_min, uint32_t row, uint32_t chunk) {
+  SHARED(uint64_t, lds, BLOCK_SCAN);
+  SHARED(uint32_t, joining, 2);  // how many of this chunk, and where in the list
+  uint32_t t = thread_id(), key[LOADS][QUAD], inside = 0, count = 0, first = chunk * CHUNK + t * QUAD;
+  uint64_t sum = 0, total;
+  if (t == 0) joining[0] = 0;
+  UNROLL
+  for (uint32_t i = 0; i < LOADS; i++) load_keys(v, first + i * SPAN, key[i]);
+  UNROLL
+  for (uint32_t i = 0; i < LOADS; i++) {
+    penalise(v, first + i * SPAN, key[i]);
+    UNROLL
+    for (uint32_t j = 0; j < QUAD; j++) {
+      float d = distance(v, key[i][j]);
+      if (!key[i][j] || !(d > LIVE)) continue;
+      uint32_t bin = bin_of(d);
+      if (bin < s.sure) {
+        uint64_t mass = exp_mass(d);
+        sum += mass >= mass_min ? mass : 0u;
+      } else if (bin <= s.last) {
+        inside |= 1u << (i * QUAD + j);
+        count++;
+      }
+    }
+  }
+  block_scan<THREADS>(sum, lds, &total);
+  if (t == 0) ((sample_chunk*)a.records)[(uint64_t)row * a.chunks + chunk].mass = total;
+  if (s.sure >= BINS) return;
+  uint32_t at = count ? lds_add(&joining[0], count) : 0u;
+  block_sync();
+  if (t == 0 && joining[0]) joining[1] = global_add(&((sample_state*)a.states)[row].listed, joining[0]);
+  block_sync();
+  uint64_t* entries = (uint64_t*)a.entries + (uint64_t)row * a.vocab + (inside ? joining[1] + at : 0u);
+  UNROLL
+  for (uint32_t i = 0; i < LOADS * QUAD; i++) {
+    if (inside >> i & 1u) *entries++ = entry_of(key[i / QUAD][i % QUAD], first + i / QUAD * SPAN + i % QUAD);
+  }
 }
 
 }  // namespace sampling
 
-// LAUNCH sample block=256 vocab_max=524288 logprobs_max=32
-KERNEL(sample, sample_args, 256) {
-  SHARED(sampling::workspace, w, 1);
-  uint32_t row = block_x();
+// LAUNCH sample_best block=256 chunk=2048 groups=16 bins=1024 vocab_max=524288 logprobs_max=32
+KERNEL(sample_best, sample_args, 256) {
+  using namespace sampling;
+  uint32_t row = block_y();
   sample_row p = ((const sample_row*)a.params)[row];
-  sampling::row_view raw = {(const float*)a.logits + (uint64_t)row * a.vocab, nullptr, 1.0f, 1.0f, 0.0f, a.vocab, 0u, sampling::NO_ID_LIMIT, 0u, 0u};
-  selection<uint32_t> best = sampling::best(raw, w);
-  raw.top = order_value(best.prefix);
-  sampling::row_view view = raw;
-  if (a.seen && p.seen_row >= 0 && p.repetition_penalty != 1.0f) {
-    view.seen = (const uint8_t*)a.seen + (uint64_t)p.seen_row * a.vocab;
-    view.penalty = p.repetition_penalty;
-    best = sampling::best(view, w);
-    view.top = order_value(best.prefix);
-  }
-  uint32_t token = best.wanted;
-  bool nothing = best.prefix == ORDER_KEY_NEGATIVE_INFINITY;
-  if (!nothing && p.temperature != 0.0f && p.top_k != 1u) token = sampling::draw(&view, p, w);
-  float total = 0.0f;
-  if (a.logprobs || (a.top_ids && p.n_logprobs)) total = sampling::log_total(raw, w);
-  if (thread_id() == 0) {
-    ((int32_t*)a.tokens)[row] = nothing ? -1 : (int32_t)token;
-    if (a.logprobs) {
-      ((float*)a.logprobs)[row] = nothing ? float_of(0xff800000u) : sampling::logprob_of(raw, sampling::key_at(raw, token), total);
+  row_view v = open_row(a, p, row);
+  if (draws(p) && cuts(p, a.vocab)) {
+    for (uint32_t i = block_x() * THREADS + thread_id(); i < BINS; i += a.blocks * THREADS) {
+      ((uint64_t*)a.masses)[(uint64_t)row * BINS + i] = 0;
+      ((uint32_t*)a.counts)[(uint64_t)row * BINS + i] = 0;
     }
   }
-  if (a.top_ids) sampling::top_logprobs(a, raw, row, nothing ? 0u : p.n_logprobs, total, w);
+  for (uint32_t chunk = block_x(); chunk < a.chunks; chunk += a.blocks) best_of_chunk(a, v, row, chunk);
+  if (step_select::arrives_last((uint32_t*)a.arrivals + row, a.blocks)) finish_best(a, row);
 }
 
-// LAUNCH mark_seen block=256
-KERNEL(mark_seen, mark_seen_args, 256) {
-  uint32_t i = block_x() * 256u + thread_id();
-  if (i >= a.count) return;
-  int32_t row = ((const int32_t*)a.seen_rows)[i], token = ((const int32_t*)a.tokens)[i];
-  if (row >= 0 && token >= 0 && (uint32_t)token < a.vocab) ((uint8_t*)a.seen)[(uint64_t)row * a.vocab + (uint32_t)token] = 1;
+// LAUNCH sample_bins block=256 chunks_max=16
+KERNEL(sample_bins, sample_args, 256) {
+  using namespace sampling;
+  SHARED(uint32_t, low, BINS);  // of the masses: the lower 16 bits and the rest apart, 32-bit additions
+  SHARED(uint32_t, high, BINS);
+  SHARED(uint32_t, tokens, BINS);
+  uint32_t t = thread_id(), row = block_y();
+  sample_row p = ((const sample_row*)a.params)[row];
+  uint32_t top_key = ((const sample_state*)a.states)[row].key;
+  if (!draws(p) || !cuts(p, a.vocab) || top_key == ORDER_KEY_NEGATIVE_INFINITY) return;
+  row_view v = open_row(a, p, row);
+  v.top = order_value(top_key);
+  bool counted = counts(p, a.vocab);
+  for (uint32_t i = t; i < BINS; i += THREADS) low[i] = high[i] = tokens[i] = 0;
+  block_sync();
+  for (uint32_t chunk = block_x(); chunk < a.chunks; chunk += a.blocks) {
+    uint32_t key[LOADS][QUAD], first = chunk * CHUNK + t * QUAD;
+    UNROLL
+    for (uint32_t i = 0; i < LOADS; i++) load_keys(v, first + i * SPAN, key[i]);
+    UNROLL
+    for (uint32_t i = 0; i < LOADS; i++) {
+      penalise(v, first + i * SPAN, key[i]);
+      UNROLL
+      for (uint32_t j = 0; j < QUAD; j++) {
+        float d = distance(v, key[i][j]);
+        if (!key[i][j] || !(d > LIVE)) continue;
+        uint64_t mass = exp_mass(d);
+        uint32_t bin = bin_of(d);
+        lds_add(&low[bin], (uint32_t)mass & 0xffffu);
+        lds_add(&high[bin], (uint32_t)(mass >> 16));
+        if (counted) lds_add(&tokens[bin], 1u);
+      }
+    }
+  }
+  block_sync();
+  for (uint32_t i = t; i < BINS; i += THREADS) {
+    uint64_t mass = ((uint64_t)high[i] << 16) + low[i];
+    if (mass) global_add((uint64_t*)a.masses + (uint64_t)row * BINS + i, mass);
+    if (tokens[i]) global_add((uint32_t*)a.counts + (uint64_t)row * BINS + i, tokens[i]);
+  }
+  if (step_select::arrives_last((uint32_t*)a.arrivals + row, a.blocks)) find_bins(a, row);
+}
+
+// LAUNCH sample_draw block=256
+KERNEL(sample_draw, sample_args, 256) {
+  using namespace sampling;
+  uint32_t row = block_y();
+  sample_row p = ((const sample_row*)a.params)[row];
+  sample_state s = open_state(a, p, row);
+  if (!draws(p) || s.key == ORDER_KEY_NEGATIVE_INFINITY) return;
+  row_view v = open_row(a, p, row);
+  v.top = order_value(s.key);
+  uint64_t mass_min = least_mass(p);
+  for (uint32_t chunk = block_x(); chunk < a.chunks; chunk += a.blocks) draw_of_chunk(a, v, s, mass_min, row, chunk);
+  if (step_select::arrives_last((uint32_t*)a.arrivals + row, a.blocks)) finish_draw(a, row);
 }

@@ -1,33 +1,41 @@
-// step.hip - step_gemv: what a decode step multiplies by weights, with what goes before and after it in the same launch. Struct: step_gemv_args.
-//   h = T(norm * T(x * rsqrt(mean(x^2) + eps))), the bits of rms_norm, or x;  sum = h @ w^T as gemv.h adds
+// step.hip - step_gemv_*: what a decode step multiplies by weights, with what goes before and after it in the same launch. Struct: step_gemv_args.
+//   h = T(norm * T(x * rsqrt(mean(x^2) + eps))), the bits of rms_norm, or x;  sum = h @ w^T
 //   epilogue  STORE    y = T(sum)                     STORE_F32  y = sum
 //             ROPE     the pair (2i, 2i + 1) of T(sum) turned as rope does
 //             SILU     y[j] = T(T(silu(T(sum of row j))) * T(sum of row n + j))
 //             RESIDUAL y = T(residual + T(sum))
-// A block has COLS rows of weights where k >= 1024, else COLS_SHORT; a group of lanes has a pair of them: neighbours, or gate and up. A block walks
-// over all rows of x, so that weights come from memory once and from a cache after that; f32 x, which serves comparisons, one row at a time.
-// Parts ROWS, GIVE and FETCH run in the first part_blocks blocks, ROUTER in the last of segment 0's blocks to be done. A row of a negative
-// position is computed like others, but stored nowhere.
+// One kernel for each T and format W of the weights. bf16: the wave product (gemv_tiles.h): a block has 32 rows of weights where k >= 1024, else 256;
+// for SILU half of each 32 are gate, half up. f32, which serves comparisons, and the router's f32 weights: gemv.h, a block has one row of x and COLS
+// or COLS_SHORT rows of weights, pairs of which belong to a group of lanes. Parts ROWS, GIVE, FETCH and PLACE run in the first part_blocks blocks;
+// launches with part ROUTER have kernels of their own, whose segment 0 has f32 weights: the last of its blocks to be done picks. A row of a negative
+// position is computed like others, but part ROWS stores nothing of it.
 #include "portable.h"
 #include "fetch.h"
-#include "gemv.h"
+#include "gemv_tiles.h"
 #include "hotcache.h"
 
 namespace step {
 
 constexpr uint32_t PAIR = 2;  // rows of weights of a group of lanes
-// Rows of x that share a walk over the weights. 4 take more registers than two blocks a processor leave; waves of 64 have too few scalar ones for 2.
-constexpr uint32_t ROWS_MAX = WAVE == 64 ? 1 : 2;
 constexpr uint32_t COLS = gemv::THREADS / 32 * PAIR, COLS_SHORT = gemv::THREADS / 4 * PAIR;
-static_assert(COLS == 16 && COLS_SHORT == 128, "the LAUNCH lines below and glm53/ops/step.py");
+constexpr uint32_t TILE_COLS = wave_product::COLS, TILE_COLS_SHORT = wave_product::WAVES * TILE_COLS;
+static_assert(COLS == 16 && COLS_SHORT == 128 && TILE_COLS == 32 && TILE_COLS_SHORT == 256, "the LAUNCH lines below and glm53/ops/step.py");
 
 constexpr uint32_t STORE = 0, STORE_F32 = 1, ROPE = 2, SILU = 3, RESIDUAL = 4;
-constexpr uint32_t PART_ROWS = 1, PART_GIVE = 2, PART_FETCH = 3, PART_ROUTER = 4;
+constexpr uint32_t PART_ROWS = 1, PART_GIVE = 2, PART_FETCH = 3, PART_ROUTER = 4, PART_PLACE = 5;
 
-// The block's LDS: x, or what the block's part needs; and the partial sums of norms.
+// The block's LDS: x, or what the block's part needs; sums of the waves; partial sums of norms, and their scales.
 struct Lds {
-  words16* x;      // [gemv::X_UNITS]
-  float* partial;  // [ROWS_MAX * THREADS / WAVE]
+  words16* x;      // [X_UNITS]
+  float* sums;     // [wave_product::SUMS], T = bf16 alone
+  float* partial;  // [wave_product::ROWS * THREADS / WAVE]
+  float* scale;    // [wave_product::ROWS]
+};
+constexpr uint32_t X_UNITS = wave_product::X_UNITS > gemv::X_UNITS ? wave_product::X_UNITS : gemv::X_UNITS;
+
+// A block's place among the products.
+struct Place {
+  uint32_t index, block, batch;
 };
 
 // One of the four products, and the block's place in it.
@@ -35,43 +43,89 @@ struct Segment {
   const uint8_t* codes;
   const uint16_t* scales;
   uint8_t* y;
-  uint32_t n, y_stride, format, epilogue, head_stride, rope_offset;
-  uint32_t index, block;
+  uint32_t n, y_stride, epilogue, head_stride, rope_offset;
+  uint32_t index, block, batch;
 };
+
+// Does the segment go by gemv.h?
+template <class T, bool ROUTER> DEVICE bool scalar(uint32_t index) { return sizeof(T) == 4 || (ROUTER && index == 0); }
 
 DEVICE uint32_t pairs_of(uint32_t n, uint32_t epilogue) { return epilogue == SILU ? n : (n + 1) / 2; }
 
-DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i, uint32_t groups) { return (pairs_of(a.n[i], a.epilogue[i]) + groups - 1) / groups; }
+// Groups of rows of x that the wave product takes at once.
+DEVICE uint32_t turns_of(uint32_t rows) { return (rows + wave_product::ROWS - 1) / wave_product::ROWS; }
 
-// The segment of block `block` of the products; an index into the arrays of the arguments would put them into scratch memory.
-DEVICE Segment segment_of(const step_gemv_args& a, uint32_t block) {
-  Segment s = {};
-  uint32_t groups = gemv::groups_of(a.k);
-  bool found = false;
+// Blocks of the products of one batch that segment i takes; those of one set of columns follow one another.
+template <class T, bool ROUTER> DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i) {
+  uint32_t items = a.n[i], shift, wide = a.k >= gemv::LONG_K, silu = a.epilogue[i] == SILU;  // of 2^shift items a block
+  if (scalar<T, ROUTER>(i)) {
+    items = pairs_of(items, a.epilogue[i]);
+    shift = wide ? 3 : 6;
+  } else {
+    shift = (wide ? 5 : 8) - silu;
+  }
+  uint32_t blocks = (items + (1u << shift) - 1u) >> shift;
+  return !a.codes[i] ? 0u : blocks * (scalar<T, ROUTER>(i) ? a.rows : turns_of(a.rows));
+}
+
+template <class T, bool ROUTER> DEVICE Place place_of(const step_gemv_args& a, uint32_t block) {
+  uint32_t blocks[4], all = 0;
   UNROLL
   for (uint32_t i = 0; i < 4; i++) {
-    uint32_t blocks = a.codes[i] ? blocks_of(a, i, groups) : 0u;
-    if (!found && block < blocks) {
-      s = {in_global((const uint8_t*)a.codes[i]), in_global((const uint16_t*)a.scales[i]), in_global((uint8_t*)a.y[i]), a.n[i], a.y_stride[i],
-           a.format[i], a.epilogue[i], a.head_stride[i], a.rope_offset[i], i, block};
-      found = true;
-    }
-    block -= blocks;
+    blocks[i] = blocks_of<T, ROUTER>(a, i);
+    all += blocks[i];
   }
-  return s;
+  Place place = {0, block, 0};
+  if (block >= all) {
+    place.batch = block / all;
+    place.block -= place.batch * all;
+  }
+  UNROLL
+  for (uint32_t i = 0; i < 3; i++) {
+    if (place.index == i && place.block >= blocks[i]) {
+      place.block -= blocks[i];
+      place.index = i + 1;
+    }
+  }
+  return place;
+}
+
+// Number of block `block` among those of the products.
+template <bool ROUTER> DEVICE uint32_t product_block(const step_gemv_args& a, uint32_t block) { return ROUTER ? block : block - a.part_blocks; }
+
+DEVICE Segment segment_at(const step_gemv_args& args, const Place& place) {
+  const step_gemv_args& a = kernel_args(args);
+  uint32_t i = place.index;
+  return {in_global((const uint8_t*)a.codes[i]), in_global((const uint16_t*)a.scales[i]), in_global((uint8_t*)a.y[i]), a.n[i], a.y_stride[i],
+          a.epilogue[i], a.head_stride[i], a.rope_offset[i], i, place.block, place.batch};
+}
+
+// Turns the pair from column `col` on, if its columns turn, and stores it; low and high are values of T.
+template <class T> DEVICE bool turn_pair(const step_gemv_args& a, const Segment& s, T* y, uint32_t row, uint32_t col, float low, float high) {
+  uint32_t inside = col % s.head_stride - s.rope_offset;  // offsets and head strides are even
+  if (inside >= a.rope_dim) return false;
+  int32_t position = ((const int32_t*)a.positions)[row];
+  float sine, cosine;
+  rope_angle<T>((float)(position < 0 ? 0 : position) * ((const float*)a.inv_freq)[inside / 2], &sine, &cosine);
+  rope_store(y, low, high, sine, cosine);
+  return true;
+}
+
+DEVICE uint64_t output_at(const step_gemv_args& a, const Segment& s, uint32_t row, uint32_t col) {
+  return s.batch * a.y_batch_stride + (uint64_t)row * s.y_stride + col;
 }
 
 // Stores the pair of sums of one row. first: of the columns, or of gate and up; col: the column of `first`.
 template <class T> DEVICE void store_pair(const step_gemv_args& a, const Segment& s, uint32_t row, uint32_t col, float first, float second) {
-  uint64_t at = block_z() * a.y_batch_stride + (uint64_t)row * s.y_stride + col;
+  uint64_t at = output_at(a, s, row, col);
   T* y = (T*)s.y + at;
   bool both = col + 1 < s.n;
-  float low = rounded<T>::of(first), high = rounded<T>::of(second);
-  if (s.epilogue == STORE_F32) {
+  if (sizeof(T) == 2 || s.epilogue == STORE_F32) {  // bf16: the router's logits
     ((float*)s.y)[at] = first;
     if (both) ((float*)s.y)[at + 1] = second;
     return;
   }
+  float low = rounded<T>::of(first), high = rounded<T>::of(second);
   if (s.epilogue == SILU) {
     store_f32(y, rounded<T>::of(silu_f32(low)) * high);
     return;
@@ -81,81 +135,115 @@ template <class T> DEVICE void store_pair(const step_gemv_args& a, const Segment
     low += load_f32(residual);
     if (both) high += load_f32(residual + 1);
   }
-  if (s.epilogue == ROPE) {
-    uint32_t inside = col % s.head_stride - s.rope_offset;  // offsets and head strides are even
-    if (inside < a.rope_dim) {
-      int32_t position = ((const int32_t*)a.positions)[row];
-      float sine, cosine;
-      rope_angle<T>((float)(position < 0 ? 0 : position) * ((const float*)a.inv_freq)[inside / 2], &sine, &cosine);
-      rope_store(y, low, high, sine, cosine);
-      return;
-    }
-  }
+  if (s.epilogue == ROPE && turn_pair(a, s, y, row, col, low, high)) return;
   store_f32(y, low);
   if (both) store_f32(y + 1, high);
 }
 
-// ROWS rows of x from `row` on, times the block's columns.
-template <class T, class W, uint32_t ROWS, bool ALIGNED>
-DEVICE void multiply(const step_gemv_args& a, const Segment& s, uint32_t row, const Lds& lds) {
-  // Opaque: else what groups of rows and formats share is computed before all of them, and takes registers that the loops need.
-  uint32_t k = opaque(a.k), t = opaque_item(thread_id());
-  constexpr uint32_t SPAN = gemv::span_of<T, ROWS>;
-  uint32_t pairs = pairs_of(s.n, s.epilogue), mine = s.block * gemv::groups_of(k) + t / gemv::lanes_of(k), pair = mine < pairs ? mine : pairs - 1u;
+// One row of x times the block's pairs of rows of weights.
+template <class T, class W, bool ALIGNED> DEVICE void multiply_pairs(const step_gemv_args& a, const Segment& s, const Lds& lds) {
+  constexpr uint32_t SPAN = gemv::span_of<T, 1>;
+  uint32_t k = opaque(a.k), t = opaque_item(thread_id()), row = s.block % a.rows, block = s.block / a.rows;
+  uint32_t pairs = pairs_of(s.n, s.epilogue), mine = block * gemv::groups_of(k) + t / gemv::lanes_of(k), pair = mine < pairs ? mine : pairs - 1u;
   uint32_t first_row = s.epilogue == SILU ? pair : 2 * pair, second_row = s.epilogue == SILU ? s.n + pair : 2 * pair + 1;
   if (s.epilogue != SILU && second_row >= s.n) second_row = first_row;
-  uint64_t matrix = (uint64_t)block_z() * (s.epilogue == SILU ? 2 * s.n : s.n);
-  gemv::Walk<W, PAIR, ALIGNED ? gemv::depth_of<T, ROWS> : 1, ALIGNED> walk;
+  uint64_t matrix = (uint64_t)s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
+  constexpr uint32_t DEPTH = !ALIGNED ? 1 : sizeof(T) == 2 ? 8 : gemv::depth_of<T, 1>;  // 8: the router has few blocks
+  gemv::Walk<W, PAIR, DEPTH, ALIGNED> walk;
   walk.codes[0] = s.codes + (matrix + first_row) * W::row_bytes(k);
   walk.codes[1] = s.codes + (matrix + second_row) * W::row_bytes(k);
   walk.scales[0] = s.scales + (matrix + first_row) * (k / WEIGHT_GROUP);
   walk.scales[1] = s.scales + (matrix + second_row) * (k / WEIGHT_GROUP);
   gemv::begin(walk, k, t);
 
-  const T* x = (const T*)a.x + block_z() * a.x_batch_stride + (uint64_t)row * a.x_stride;
-  T* h = a.h && s.index == 0 && s.block == 0 ? (T*)a.h + (uint64_t)row * k : nullptr;
-  float sums[ROWS][PAIR] = {}, scale[ROWS];
+  const T* x = (const T*)a.x + s.batch * a.x_batch_stride + (uint64_t)row * a.x_stride;
+  T* h = a.h && s.index == 0 && block == 0 ? (T*)a.h + (uint64_t)row * k : nullptr;
+  float sums[1][PAIR] = {}, scale[1];
   for (uint32_t first = 0; first < k; first += SPAN) {
     if (first) block_sync();
-    gemv::stage<T, ROWS>(lds.x, x, a.x_stride, first, k, t);
+    gemv::stage<T, 1>(lds.x, x, a.x_stride, first, k, t);
     block_sync();
     if (a.norm) {
-      if (first == 0) gemv::norm_scales<T, ROWS>(lds.x, x, a.x_stride, k, a.eps, lds.partial, scale, t);
-      gemv::normalise<T, ROWS>(lds.x, (const T*)a.norm, scale, first, k, h, k, t);
+      if (first == 0) gemv::norm_scales<T, 1>(lds.x, x, a.x_stride, k, a.eps, lds.partial, scale, t);
+      gemv::normalise<T, 1>(lds.x, (const T*)a.norm, scale, first, k, h, k, t);
       block_sync();
     }
-    gemv::advance<T, ROWS>(walk, lds.x, first, sums);
+    gemv::advance<T, 1>(walk, lds.x, first, sums);
   }
-  gemv::finish<ROWS>(walk, sums);
-  float low = 0, high = 0;
-  UNROLL
-  for (uint32_t r = 0; r < ROWS; r++) {
-    if (walk.lane == r) {
-      low = sums[r][0];
-      high = sums[r][1];
-    }
-  }
-  if (walk.lane < ROWS && mine < pairs) store_pair<T>(a, s, row + walk.lane, first_row, low, high);
+  gemv::finish<1>(walk, sums);
+  if (walk.lane == 0 && mine < pairs) store_pair<T>(a, s, row, first_row, sums[0][0], sums[0][1]);
 }
 
-template <class T, class W> DEVICE void multiply_rows(const step_gemv_args& a, const Segment& s, const Lds& lds) {
-  bool aligned = W::SCALED || gemv::rows_aligned<W>(s.codes, a.k);
-  uint32_t taken = 0;
-  for (uint32_t row = 0; row < a.rows; row += taken) {
-    if (row) block_sync();  // the rows before are still being read
-    if constexpr (!W::SCALED) {
-      if (!aligned) {
-        taken = 1;
-        multiply<T, W, 1, false>(a, s, row, lds);
-        continue;
-      }
-    }
-    taken = a.rows - row < ROWS_MAX || sizeof(T) == 4 ? 1 : ROWS_MAX;
-    if constexpr (ROWS_MAX > 1 && sizeof(T) == 2) {
-      if (taken > 1) multiply<T, W, ROWS_MAX, true>(a, s, row, lds);
-    }
-    if (taken == 1) multiply<T, W, 1, true>(a, s, row, lds);
+// Stores one sum; the 32 lanes have one row and the columns of a block of 32. SILU: 16 of gate, then 16 of up.
+DEVICE void store_sum(const step_gemv_args& a, const Segment& s, uint32_t block, uint32_t lane, uint32_t row, float sum) {
+  uint32_t col = s.epilogue == SILU ? block * (TILE_COLS / 2) + lane % 16 : block * TILE_COLS + lane;
+  uint64_t at = output_at(a, s, row, col);
+  bf16* y = (bf16*)s.y + at;
+  bool inside = col < s.n;
+  if (s.epilogue == STORE_F32) {
+    if (inside) ((float*)s.y)[at] = sum;
+    return;
   }
+  float value = rounded<bf16>::of(sum);
+  if (s.epilogue == SILU) {
+    float up = shuffle_xor(value, 16);
+    if (inside && lane < 16) store_f32(y, rounded<bf16>::of(silu_f32(value)) * up);
+    return;
+  }
+  if (s.epilogue == ROPE) {
+    float other = shuffle_xor(value, 1);
+    uint32_t turned = col % s.head_stride - s.rope_offset;
+    if (turned < a.rope_dim) {
+      if (inside && lane % 2 == 0) turn_pair(a, s, y, row, col, value, other);
+      return;
+    }
+  }
+  if (s.epilogue == RESIDUAL && inside) value += load_f32((const bf16*)a.residual + at);
+  if (inside) store_f32(y, value);
+}
+
+// The set of columns of a segment's block.
+DEVICE uint32_t set_of(uint32_t block, uint32_t turns) { return turns == 1 ? block : block / turns; }
+
+// Up to 8 rows of x times the block's rows of weights.
+template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args& a, const Lds& lds) {
+  using namespace wave_product;
+  Place place = place_of<bf16, ROUTER>(a, product_block<ROUTER>(a, block_x()));
+  uint32_t k = opaque(a.k), turns = turns_of(opaque(a.rows)), set = set_of(place.block, turns), first_row = (place.block - set * turns) * ROWS;
+  bool wide = k >= LONG_K;
+  Segment s = segment_at(a, place);
+  uint32_t block = wide ? set : set * WAVES + tile_group();
+  uint32_t span = s.epilogue == SILU ? TILE_COLS / 2 : TILE_COLS, matrix = s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
+  const bf16* from = (const bf16*)a.x + s.batch * a.x_batch_stride + (uint64_t)first_row * a.x_stride;
+  auto x = [&](uint32_t r) { return from + (uint64_t)r * a.x_stride; };
+  Panel p = panel_of<W>({lds.x, nullptr, lds.sums, lds.partial, lds.scale}, a.rows - first_row < ROWS ? a.rows - first_row : ROWS, k);
+  if (a.norm) norm_scales(p, x, a.eps);
+  Walk<W> walk;
+  begin(walk, s.codes, s.scales, k, [&](uint32_t i) {
+    uint32_t col = block * span + i % span;
+    return matrix + (col < s.n ? col : s.n - 1u) + (i < span ? 0u : s.n);
+  });
+  bf16* h = a.h && s.index == 0 && set == 0 ? (bf16*)a.h + (uint64_t)first_row * k : nullptr;
+  bool aligned = gemv::values_aligned((const bf16*)a.x, a.x_stride | a.x_batch_stride, k) && (((uint64_t)a.norm | (uint64_t)a.h) & 15u) == 0;
+  product(walk, p, x, aligned, {(const bf16*)a.norm, h, lds.scale});
+  // Once more, so that it takes no registers while the weights do.
+  Place again = place_of<bf16, ROUTER>(a, product_block<ROUTER>(a, opaque(block_x())));
+  Segment to = segment_at(a, again);
+  set = set_of(again.block, turns);
+  first_row = (again.block - set * turns) * ROWS;
+  for_outputs(p, [&](uint32_t wave, uint32_t lane, uint32_t r, float sum) {
+    store_sum(a, to, wide ? set : set * WAVES + wave, lane, first_row + r, sum);
+  });
+}
+
+template <class T, class W> DEVICE void multiply_scalar(const step_gemv_args& a, const Segment& s, const Lds& lds) {
+  if constexpr (!W::SCALED && sizeof(T) == 4) {
+    if (!gemv::rows_aligned<W>(s.codes, a.k)) {
+      multiply_pairs<T, W, false>(a, s, lds);
+      return;
+    }
+  }
+  multiply_pairs<T, W, true>(a, s, lds);
 }
 
 // Part ROWS for query row r: the history row, then the index key, each finished in LDS and stored from there.
@@ -200,14 +288,14 @@ template <class T> DEVICE void finish_rows(const step_gemv_args& a, uint32_t r, 
 }
 
 // Part ROUTER, by every block of segment 0 when its logits are stored: the last one to come picks the experts of all rows.
-DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds) {
+template <class T> DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds) {
   const step_router_args& p = a.part_router;
   uint32_t* words = (uint32_t*)lds.x;
   fence_device();
   block_sync();
   if (thread_id() == 0) words[0] = global_add((uint32_t*)p.arrivals, 1u);
   block_sync();
-  if (words[0] + 1u != blocks_of(a, 0, gemv::groups_of(a.k))) return;
+  if (words[0] + 1u != blocks_of<T, true>(a, 0)) return;
   fence_device();
   block_sync();
   if (thread_id() == 0) *(uint32_t*)p.arrivals = 0;
@@ -219,37 +307,58 @@ DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds
 }
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {
-  if (block_z()) return;
   if (a.part == PART_ROWS) finish_rows<T>(a, block_x(), lds);
   else if (a.part == PART_GIVE) hotcache::give_part(a.part_give, block_x(), (hotcache::work*)lds.x);
+  else if (a.part == PART_PLACE) hotcache::place_part(a.part_place, block_x());
   else history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
 }
-static_assert(sizeof(hotcache::work) <= gemv::X_BYTES, "GIVE works in the LDS of x");
+static_assert(sizeof(hotcache::work) <= X_UNITS * 16, "GIVE works in the LDS of x");
 
-template <class T> DEVICE void run(const step_gemv_args& a) {
-  SHARED(words16, x, gemv::X_UNITS);
-  SHARED(float, partial, ROWS_MAX * gemv::THREADS / WAVE);
-  Lds lds = {x, partial};
-  if (block_x() < a.part_blocks) {
-    run_part<T>(a, lds);
-    return;
+template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a) {
+  SHARED(words16, x, X_UNITS);
+  SHARED(float, sums, (sizeof(T) == 2 ? wave_product::SUMS : 1));
+  SHARED(float, partial, (wave_product::ROWS * gemv::THREADS / WAVE));
+  SHARED(float, scale, wave_product::ROWS);
+  Lds lds = {x, sums, partial, scale};
+  if constexpr (!ROUTER) {
+    if (block_x() < a.part_blocks) {
+      run_part<T>(a, lds);
+      return;
+    }
   }
-  Segment s = segment_of(a, block_x() - a.part_blocks);
-  s.n = in_item(s.n);
-  s.y_stride = in_item(s.y_stride);
-  s.head_stride = in_item(s.head_stride);
-  s.rope_offset = in_item(s.rope_offset);
-  if (s.format == WEIGHT_Q8G64) multiply_rows<T, q8g64_weights>(a, s, lds);
-  else if (s.format == WEIGHT_Q4G64) multiply_rows<T, q4g64_weights>(a, s, lds);
-  else if (s.format == WEIGHT_BF16) multiply_rows<T, bf16_weights>(a, s, lds);
-  else multiply_rows<T, f32_weights>(a, s, lds);
-  if (a.part == PART_ROUTER && s.index == 0) route_last(a, s, lds);
+  Segment s = segment_at(a, place_of<T, ROUTER>(a, product_block<ROUTER>(a, block_x())));
+  if constexpr (ROUTER) {
+    if (s.index == 0) {
+      multiply_scalar<T, f32_weights>(a, s, lds);
+      route_last<T>(a, s, lds);
+      return;
+    }
+  }
+  if constexpr (sizeof(T) == 4) multiply_scalar<T, W>(a, s, lds);
+  else multiply_tiles<W, ROUTER>(a, lds);
 }
 
 }  // namespace step
 
-// Grid: (part_blocks + blocks of all segments, 1, batch). cols: rows of weights a block where k >= long_k, else cols_short.
-// LAUNCH step_gemv_f32 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
-KERNEL(step_gemv_f32, step_gemv_args, 256) { step::run<float>(a); }
-// LAUNCH step_gemv_bf16 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
-KERNEL(step_gemv_bf16, step_gemv_args, 256) { step::run<bf16>(a); }
+// Grid: part_blocks + batch * blocks of all segments. A block has cols rows of weights where k >= long_k, else cols_short, and one row of x if T is
+// f32, 8 if it is bf16. The router's segment 0: router_cols, router_cols_short and one row of x.
+// LAUNCH step_gemv_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
+PAIR_KERNEL(step_gemv_f32_f32, step_gemv_args, 256) { step::run<float, f32_weights, false>(a); }
+// LAUNCH step_gemv_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
+PAIR_KERNEL(step_gemv_f32_bf16, step_gemv_args, 256) { step::run<float, bf16_weights, false>(a); }
+// LAUNCH step_gemv_f32_q8g64 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
+PAIR_KERNEL(step_gemv_f32_q8g64, step_gemv_args, 256) { step::run<float, q8g64_weights, false>(a); }
+// LAUNCH step_gemv_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
+PAIR_KERNEL(step_gemv_bf16_bf16, step_gemv_args, 256) { step::run<bf16, bf16_weights, false>(a); }
+// LAUNCH step_gemv_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
+PAIR_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256) { step::run<bf16, q8g64_weights, false>(a); }
+// LAUNCH step_gemv_router_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
+PAIR_KERNEL(step_gemv_router_f32_f32, step_gemv_args, 256) { step::run<float, f32_weights, true>(a); }
+// LAUNCH step_gemv_router_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
+PAIR_KERNEL(step_gemv_router_f32_bf16, step_gemv_args, 256) { step::run<float, bf16_weights, true>(a); }
+// LAUNCH step_gemv_router_f32_q8g64 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
+PAIR_KERNEL(step_gemv_router_f32_q8g64, step_gemv_args, 256) { step::run<float, q8g64_weights, true>(a); }
+// LAUNCH step_gemv_router_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
+PAIR_KERNEL(step_gemv_router_bf16_bf16, step_gemv_args, 256) { step::run<bf16, bf16_weights, true>(a); }
+// LAUNCH step_gemv_router_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
+PAIR_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256) { step::run<bf16, q8g64_weights, true>(a); }

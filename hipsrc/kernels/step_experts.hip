@@ -1,60 +1,51 @@
-// step_experts.hip - the routed experts of a decode step, in any weight format (docs/decisions/0004-step-graph.md).
+// step_experts.hip - the routed experts of a decode step (docs/decisions/0004-step-graph.md).
 //   step_experts  act[pair] = T(T(silu(gate)) * up), gate and up = T(x[row] @ w[expert]^T), as matmul and silu_mul round
 //   step_down     y = T(residual + T(T(sum over slots, weight * T(act @ down[expert]^T)) + T(shared_act @ shared_down^T))), as expert_sum rounds
-// Order of additions of an output: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024, else 4; a lane adds
-// its elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise,
-// from the chunk's start, see below); then a butterfly over the lanes. Nothing of it depends on the rows beside.
-// q4g64: a pair of codes becomes two floats in three instructions. p = ((word >> s) & 0x000f000f) | 0x43004300 is, with u and v the codes in its low
-// and high half: float(p << 16) = 128 + u; float(p) = 128 + v + (0x4300 + u) / 65536. The code u that hides in the second is taken out of x: with
-// x_u' = x_u - x_v / 65536 the sum x_u' * float(p << 16) + x_v * float(p) is x_u * (u - 8) + x_v * (v - 8) + 136 x_u' + 136.26184.. x_v, and the
-// last two terms, summed over the chunk with a minus sign, are where its chain starts. x is prepared once for all weights that meet it. The detour
-// through 136 costs 4 bits of the sum's 24.
-// A kernel for each format of the routed weights: one kernel for all would need the registers of the greediest, and then some.
+// T = bf16: matrix tiles, whose order of additions expert_walk.h has. step_experts and the shared product divide k >= 1024 among the eight waves of a
+// block; a routed product of step_down belongs to one wave, which takes its groups in ascending order whatever k is.
+// T = f32, for parity: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024, else 4; a lane adds its
+// elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
+// the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
 #include "portable.h"
 #include "gemv.h"
+#include "expert_tiles.h"
 
 namespace step_moe {
 
-constexpr uint32_t THREADS = 256, TEAM = 32, TEAMS = THREADS / TEAM;  // a team of 32 lanes works on the same columns
-constexpr uint32_t EXPERT_COLS = 32, DOWN_COLS = 8;                   // columns of a block
-constexpr uint32_t TEAM_COLS = EXPERT_COLS / TEAMS;                   // each a row of gate and one of up
-constexpr uint32_t GROUP = 4;                                         // rows of weights whose chains run side by side
-constexpr uint32_t X_MAX = 6144;                                      // values of x in LDS; a multiple of the 32 chunks of any format
+namespace tiles = expert_tiles;
+constexpr uint32_t THREADS = 256;
+constexpr uint32_t EXPERT_COLS = 64, DOWN_COLS = 32;  // columns of a block
+constexpr uint32_t TILE_COLS = 16;                    // of step_experts, gate and up
 constexpr uint32_t SLOTS_MAX = 16;
-static_assert(X_MAX % (32 * gemv::CHUNK_MAX) == 0, "X_MAX ends with a step of 32 chunks");
 
-// One 32-bit word of weights as floats, and what x needs before it meets them (returns where the chain of the chunk starts).
-template <class W> struct word_reader;
-template <> struct word_reader<f32_weights> {
-  static constexpr uint32_t VALUES = 1;
-  DEVICE void expand(uint32_t word, float* v) { v[0] = float_of(word); }
+DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// One matrix [rows, k] of a weight.
+template <class W> struct Rows {
+  const uint8_t* codes;
+  const uint16_t* scales;
+  uint32_t k;
+};
+template <class W> DEVICE Rows<W> rows_of(const void* codes, const void* scales, uint64_t first, uint32_t k) {
+  return {(const uint8_t*)codes + first * W::row_bytes(k), W::SCALED ? (const uint16_t*)scales + first * (k / WEIGHT_GROUP) : nullptr, k};
+}
+
+// T = f32. A chunk of weights as floats, and what x needs before it meets them (returns where the chain of the chunk starts).
+template <class W> struct word_reader {
+  DEVICE void expand(const uint32_t* word, float* v) { W::expand(word, v); }
   DEVICE float prepare(float*) { return 0.0f; }
 };
-template <> struct word_reader<bf16_weights> {
-  static constexpr uint32_t VALUES = 2;
-  DEVICE void expand(uint32_t word, float* v) {
-    v[0] = float_of(word << 16);
-    v[1] = float_of(word & 0xffff0000u);
-  }
-  DEVICE float prepare(float*) { return 0.0f; }
-};
-template <> struct word_reader<q8g64_weights> {
-  static constexpr uint32_t VALUES = 4;
-  DEVICE void expand(uint32_t word, float* v) {
-    uint32_t biased = word ^ 0x80808080u;
-    UNROLL
-    for (uint32_t j = 0; j < 4; j++) v[j] = float_of(MAGIC_BITS | ((biased >> (8 * j)) & 0xffu)) - 8388736.0f;
-  }
-  DEVICE float prepare(float*) { return 0.0f; }
-};
+// q4g64: p = ((word >> s) & 0x000f000f) | 0x43004300 is, with u and v the codes in its low and high half: float(p << 16) = 128 + u; float(p) =
+// 128 + v + (0x4300 + u) / 65536. The code u that hides in the second is taken out of x: with x_u' = x_u - x_v / 65536 the sum x_u' * float(p << 16)
+// + x_v * float(p) is x_u * (u - 8) + x_v * (v - 8) + 136 x_u' + 136.26184.. x_v, and the last two terms, summed over the chunk with a minus sign,
+// are where its chain starts.
 template <> struct word_reader<q4g64_weights> {
-  static constexpr uint32_t VALUES = 8;
-  DEVICE void expand(uint32_t word, float* v) {
+  DEVICE void expand(const uint32_t* word, float* v) {
     UNROLL
-    for (uint32_t j = 0; j < 4; j++) {
-      uint32_t p = ((word >> (4 * j)) & 0x000f000fu) | 0x43004300u;
-      v[j] = float_of(p << 16);
-      v[j + 4] = float_of(p);
+    for (uint32_t i = 0; i < 16; i++) {
+      uint32_t p = and_or(word[i / 4] >> (4 * (i % 4)), 0x000f000fu, 0x43004300u);
+      v[i / 4 * 8 + i % 4] = float_of(p << 16);
+      v[i / 4 * 8 + i % 4 + 4] = float_of(p);
     }
   }
   DEVICE float prepare(float* x) {
@@ -72,461 +63,283 @@ template <> struct word_reader<q4g64_weights> {
   }
 };
 
-// Chunk of x as it lies in memory.
-template <class T, class W> struct RawX {
-  static constexpr uint32_t PER_UNIT = 16 / sizeof(T), UNITS = W::CHUNK > PER_UNIT ? W::CHUNK / PER_UNIT : 1;
-  uint32_t word[UNITS][4];
-};
-// Quantised weights: rows of x are whole, aligned chunks; past the end the last one is loaded, which nobody adds.
-template <class T, class W, bool ALIGNED> DEVICE void load_x(RawX<T, W>& raw, const T* row, uint32_t chunk, uint32_t k) {
-  constexpr uint32_t PER_UNIT = RawX<T, W>::PER_UNIT;
-  if constexpr (W::SCALED) {
-    uint32_t last = k / W::CHUNK - 1u;
-    const words16* from = (const words16*)(row + (chunk < last ? chunk : last) * W::CHUNK);
+// x @ w[row]^T, the same in each of LANES lanes.
+template <uint32_t LANES, class W> DEVICE float row_product(const Rows<W>& w, uint32_t row, const float* x) {
+  const uint8_t* codes = w.codes + row * W::row_bytes(w.k);
+  bool aligned = gemv::rows_aligned<W>(codes, w.k);
+  float sum[1] = {0.0f};
+  ROLLED
+  for (uint32_t c = thread_id() % LANES; c * W::CHUNK < w.k; c += LANES) {
+    uint32_t word[4];
+    float v[W::CHUNK], value[W::CHUNK];
+    if (W::SCALED || aligned) load16(codes + c * 16, word);
+    else gemv::load_elements<W>(codes, w.k, c, word);
+    word_reader<W>::expand(word, value);
     UNROLL
-    for (uint32_t u = 0; u < RawX<T, W>::UNITS; u++) {
-      UNROLL
-      for (uint32_t i = 0; i < 4; i++) raw.word[u][i] = from[u].w[i];
-    }
+    for (uint32_t j = 0; j < W::CHUNK; j++) v[j] = W::SCALED || c * W::CHUNK + j < w.k ? x[c * W::CHUNK + j] : 0.0f;
+    float part = word_reader<W>::prepare(v);
+    if (!W::SCALED) part = sum[0];
+    UNROLL
+    for (uint32_t j = 0; j < W::CHUNK; j++) part = fma_f32(v[j], value[j], part);
+    sum[0] = W::SCALED ? fma_f32(part, f16_value(w.scales[row * (w.k / WEIGHT_GROUP) + c * W::CHUNK / WEIGHT_GROUP]), sum[0]) : part;
+  }
+  lanes_sum<LANES>(sum);
+  return sum[0];
+}
+
+// product(column, least(column, last), lane) for the columns of a block, by LANES lanes each; the lanes of a wave call it together.
+template <uint32_t COLS, uint32_t LANES, class F> DEVICE void each_column(uint32_t last, const F& product) {
+  for (uint32_t c = thread_id() / LANES; c < COLS; c += THREADS / LANES) product(c, c < last ? c : last, thread_id() % LANES);
+}
+
+template <uint32_t LANES, class W> DEVICE void experts_f32(const step_experts_args& a, uint32_t pair, uint32_t expert) {
+  Rows<W> w = rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, a.k);
+  const float* x = (const float*)a.x + (uint64_t)(pair / a.slots) * a.k;
+  uint32_t first = block_y() * EXPERT_COLS;
+  each_column<EXPERT_COLS, LANES>(a.n - 1 - first, [&](uint32_t c, uint32_t row, uint32_t lane) {
+    float gate = row_product<LANES>(w, first + row, x), up = row_product<LANES>(w, a.n + first + row, x);
+    if (lane == 0 && c == row) ((float*)a.act)[(uint64_t)pair * a.n + first + c] = silu_f32(gate) * up;
+  });
+}
+
+template <class W> DEVICE void down_f32(const Rows<W>& w, uint32_t first, uint32_t last, const float* x, float* to) {
+  auto put = [&](uint32_t c, float sum, uint32_t lane) {
+    if (lane == 0) to[c] = sum;
+  };
+  if (w.k >= gemv::LONG_K) {
+    each_column<DOWN_COLS, 32>(last, [&](uint32_t c, uint32_t row, uint32_t lane) { put(c, row_product<32>(w, first + row, x), lane); });
   } else {
-    UNROLL
-    for (uint32_t u = 0; u < RawX<T, W>::UNITS; u++) {
-      gemv::load_unit(row, chunk * W::CHUNK + u * PER_UNIT, k, ALIGNED && W::CHUNK >= PER_UNIT, raw.word[u]);
-    }
-  }
-}
-// Values of the chunk, prepared; returns the start of its chain.
-template <class T, class W> DEVICE float open_x(const RawX<T, W>& raw, float (&v)[W::CHUNK]) {
-  constexpr uint32_t PER_UNIT = RawX<T, W>::PER_UNIT;
-  UNROLL
-  for (uint32_t u = 0; u < RawX<T, W>::UNITS; u++) {
-    float some[PER_UNIT];
-    gemv::value_reader<T>::expand(raw.word[u], some);
-    UNROLL
-    for (uint32_t j = 0; j < PER_UNIT && j < W::CHUNK; j++) v[u * PER_UNIT + j] = some[j];
-  }
-  return word_reader<W>::prepare(v);
-}
-// Whether 16-byte loads can read the rows of weights and of x; always so where the weights are quantised.
-template <class T, class W> DEVICE bool aligned_rows(const T* x, const void* codes, uint32_t k) {
-  return W::SCALED || ((((uint64_t)x | (uint64_t)k * sizeof(T)) & 15u) == 0 && gemv::rows_aligned<W>(codes, k));
-}
-
-// A chunk of x in LDS: pieces of four values, `stride` pieces apart. Part i is what one word of weights meets.
-template <class W> DEVICE void store_pieces(words16* to, uint32_t stride, const float* v) {
-  UNROLL
-  for (uint32_t p = 0; p < W::CHUNK / 4; p++) {
-    to[p * stride] = {{bits_of(v[4 * p]), bits_of(v[4 * p + 1]), bits_of(v[4 * p + 2]), bits_of(v[4 * p + 3])}};
-  }
-}
-template <class W> DEVICE void load_part(const words16* from, uint32_t stride, uint32_t i, float* v) {
-  words16 piece;
-  UNROLL
-  for (uint32_t j = 0; j < W::CHUNK / 4; j++) {
-    uint32_t e = i * (W::CHUNK / 4) + j;
-    if (j == 0 || e % 4 == 0) piece = from[e / 4 * stride];
-    v[j] = float_of(piece.w[e % 4]);
+    each_column<DOWN_COLS, 4>(last, [&](uint32_t c, uint32_t row, uint32_t lane) { put(c, row_product<4>(w, first + row, x), lane); });
   }
 }
 
-// Where a walk finds its x. Near: each lane reads and prepares its own chunks, one step ahead. The chunk at work lies in registers, or, PARKED, in
-// LDS of this work-item: `cell` and every THREADS pieces after it.
-template <class T, class W, uint32_t LANES, bool ALIGNED, bool PARKED> struct NearX {
-  const T* row;
-  words16* cell;
-  uint32_t k, lane;
-  RawX<T, W> next;
-  float v[PARKED ? 1 : W::CHUNK];
-  float start;
-};
-template <class T, class W, uint32_t LANES, bool ALIGNED, bool PARKED>
-DEVICE void first_x(NearX<T, W, LANES, ALIGNED, PARKED>& x, const T* row, uint32_t k, words16* cells) {
-  x.row = row;
-  x.k = k;
-  x.lane = thread_id() % LANES;
-  x.cell = cells + thread_id();
-  load_x<T, W, ALIGNED>(x.next, row, x.lane, k);
-}
-template <class T, class W, uint32_t LANES, bool ALIGNED, bool PARKED>
-DEVICE void step_x(NearX<T, W, LANES, ALIGNED, PARKED>& x, uint32_t step, bool more) {
-  if constexpr (PARKED) {
-    float v[W::CHUNK];
-    x.start = open_x<T, W>(x.next, v);
-    store_pieces<W>(x.cell, THREADS, v);
-  } else {
-    x.start = open_x<T, W>(x.next, x.v);
+// Pairs of one expert share a block, so that its weights are read once: counted in ascending order, each turn of eight has the block of its first
+// pair. members[]: the pairs, after block_sync; each wave finds the same. Returns how many, 0 where another pair's block does the work.
+DEVICE uint32_t find_members(const step_experts_args& a, uint32_t pair, uint32_t expert, uint32_t* members) {
+  uint32_t pairs = a.rows * a.slots, seen = 0, lane = thread_id() % 32;  // seen: before this pair, and from it on in the upper half
+  for (uint32_t base = 0; base < pairs; base += 32) {
+    uint32_t other = base + lane, total;
+    bool same = other < pairs && (uint32_t)((const int32_t*)a.ids)[other] == expert;
+    uint32_t one = !same ? 0u : other < pair ? 1u : 0x10000u, rank = (seen + wave32_prefix(one, &total)) >> 16;
+    if (one == 0x10000u && rank < tiles::ROWS) members[rank] = other;
+    seen += total;
   }
-  if (more) load_x<T, W, ALIGNED>(x.next, x.row, (step + 1) * LANES + x.lane, x.k);
-}
-template <class T, class W, uint32_t LANES, bool ALIGNED, bool PARKED>
-DEVICE void part_x(const NearX<T, W, LANES, ALIGNED, PARKED>& x, uint32_t i, float* v) {
-  if constexpr (PARKED) {
-    load_part<W>(x.cell, THREADS, i, v);
-  } else {
-    UNROLL
-    for (uint32_t j = 0; j < W::CHUNK / 4; j++) v[j] = x.v[i * (W::CHUNK / 4) + j];
-  }
+  return (seen & 0xffffu) % tiles::ROWS == 0 ? least(seen >> 16, tiles::ROWS) : 0u;
 }
 
-// Staged: the block has prepared x in LDS, as f32. Piece p of chunk c lies at (c / 32 * pieces + p) * 32 + c % 32, so that
-// lanes read neighbouring pieces. starts: of each chunk, q4g64.
-template <class W> struct StagedX {
-  const words16* pieces;
-  const float* starts;
-  uint32_t lane, at;
-  float start;
-};
-template <class W> DEVICE void step_x(StagedX<W>& x, uint32_t step, bool) {
-  x.at = step * (W::CHUNK / 4) * 32 + x.lane;
-  x.start = W::FORMAT == WEIGHT_Q4G64 ? x.starts[step * 32 + x.lane] : 0.0f;
-}
-template <class W> DEVICE void part_x(const StagedX<W>& x, uint32_t i, float* v) {
-  load_part<W>(x.pieces + x.at, 32, i, v);
-}
-template <class T, class W, bool ALIGNED> DEVICE void stage_x(words16* pieces, float* starts, const T* row, uint32_t k) {
-  uint32_t chunks = (k + W::CHUNK - 1) / W::CHUNK;
-  for (uint32_t c = thread_id(); c < chunks; c += THREADS) {
-    RawX<T, W> raw;
-    load_x<T, W, ALIGNED>(raw, row, c, k);
-    float v[W::CHUNK];
-    float start = open_x<T, W>(raw, v);
-    store_pieces<W>(pieces + c / 32 * (W::CHUNK / 4) * 32 + c % 32, 32, v);
-    if (W::FORMAT == WEIGHT_Q4G64) starts[c] = start;
-  }
-}
+// The waves that work on a product which is divided among them where k is long.
+DEVICE uint32_t working_waves(uint32_t k) { return k >= tiles::LONG_K ? tiles::WAVES : 1u; }
 
-// The weights of one expert, or of the shared one: [rows, k].
-struct Rows {
-  const uint8_t* codes;
-  const uint16_t* scales;
-  uint32_t k;
-};
-template <class W> DEVICE Rows rows_of(const void* codes, const void* scales, uint64_t first, uint32_t k) {
-  return {(const uint8_t*)codes + first * W::row_bytes(k), W::SCALED ? (const uint16_t*)scales + first * (k / WEIGHT_GROUP) : nullptr, k};
-}
+// Rows of whole groups that 16-byte loads can read.
+template <class W> DEVICE bool whole_groups(const Rows<W>& w) { return w.k % WEIGHT_GROUP == 0 && ((uint64_t)w.codes & 15u) == 0; }
 
-// ROWS rows of weights on their way through a group of LANES lanes, AHEAD steps of LANES chunks in flight. Row r is row r / HALVES after the first
-// of half r % HALVES.
-template <class W, uint32_t ROWS_, uint32_t HALVES, uint32_t AHEAD, uint32_t LANES, bool ALIGNED> struct Walk {
-  static constexpr uint32_t ROWS = ROWS_;
-  const uint8_t* codes;
-  const uint16_t* scales;
-  uint32_t half;  // in rows
-  uint32_t k, chunks, steps, lane;
-  uint32_t word[AHEAD][ROWS][4];
-  uint16_t scale[AHEAD][ROWS];
-};
-
-// Past the end a lane loads the last chunk, which nobody adds.
-template <class W, uint32_t ROWS, uint32_t HALVES, uint32_t AHEAD, uint32_t LANES, bool ALIGNED>
-DEVICE void load_row(Walk<W, ROWS, HALVES, AHEAD, LANES, ALIGNED>& walk, uint32_t slot, uint32_t r, uint32_t step) {
-  uint32_t c = step * LANES + walk.lane, at = c < walk.chunks ? c : walk.chunks - 1u;
-  uint32_t row = r / HALVES + r % HALVES * walk.half;
-  const uint8_t* from = walk.codes + row * W::row_bytes(walk.k);
-  if (ALIGNED) {
-    const words16* chunk = (const words16*)from + at;
-    UNROLL
-    for (uint32_t i = 0; i < 4; i++) walk.word[slot][r][i] = chunk->w[i];
-  } else {
-    gemv::load_elements<W>(from, walk.k, at, walk.word[slot][r]);
-  }
-  if (W::SCALED) walk.scale[slot][r] = walk.scales[row * (walk.k / WEIGHT_GROUP) + at * W::CHUNK / WEIGHT_GROUP];
-}
-
-template <class W, uint32_t ROWS, uint32_t HALVES, uint32_t AHEAD, uint32_t LANES, bool ALIGNED>
-DEVICE void aim(Walk<W, ROWS, HALVES, AHEAD, LANES, ALIGNED>& walk, const Rows& rows, uint32_t first, uint32_t half) {
-  walk.k = rows.k;
-  walk.chunks = (rows.k + W::CHUNK - 1) / W::CHUNK;
-  walk.steps = (walk.chunks + LANES - 1) / LANES;
-  walk.lane = thread_id() % LANES;
-  walk.codes = rows.codes + first * W::row_bytes(rows.k);
-  walk.scales = W::SCALED ? rows.scales + (uint64_t)first * (rows.k / WEIGHT_GROUP) : nullptr;
-  walk.half = half;
-}
-template <class W, uint32_t ROWS, uint32_t HALVES, uint32_t AHEAD, uint32_t LANES, bool ALIGNED>
-DEVICE void start(Walk<W, ROWS, HALVES, AHEAD, LANES, ALIGNED>& walk) {
-  UNROLL
-  for (uint32_t s = 0; s < AHEAD; s++) {
-    UNROLL
-    for (uint32_t r = 0; r < ROWS; r++) load_row(walk, s, r, s);
-  }
-}
-
-// Rows [first, first + COUNT) of slot `slot` times this lane's chunk.
-template <uint32_t COUNT, class W, uint32_t ROWS, uint32_t HALVES, uint32_t AHEAD, uint32_t LANES, bool ALIGNED, class X>
-DEVICE void add_chunk(const Walk<W, ROWS, HALVES, AHEAD, LANES, ALIGNED>& walk, uint32_t slot, uint32_t first, const X& x, float (&sums)[ROWS]) {
-  constexpr uint32_t VALUES = word_reader<W>::VALUES;
-  float part[COUNT];
-  UNROLL
-  for (uint32_t r = 0; r < COUNT; r++) part[r] = W::SCALED ? x.start : sums[first + r];
-  UNROLL
-  for (uint32_t i = 0; i < 4; i++) {
-    float v[VALUES];
-    part_x(x, i, v);
-    UNROLL
-    for (uint32_t r = 0; r < COUNT; r++) {
-      float w[VALUES];
-      word_reader<W>::expand(walk.word[slot][first + r][i], w);
-      UNROLL
-      for (uint32_t j = 0; j < VALUES; j++) part[r] = fma_f32(v[j], w[j], part[r]);
-    }
-  }
-  UNROLL
-  for (uint32_t r = 0; r < COUNT; r++) {
-    float scale = W::SCALED ? f16_value(walk.scale[slot][first + r]) : 0.0f;
-    sums[first + r] = W::SCALED ? fma_f32(part[r], scale, sums[first + r]) : part[r];
-  }
-}
-
-// The products of all rows, the same in every lane of the group. `start` has set off the loads.
-template <class W, uint32_t ROWS, uint32_t HALVES, uint32_t AHEAD, uint32_t LANES, bool ALIGNED, class X>
-DEVICE void multiply(Walk<W, ROWS, HALVES, AHEAD, LANES, ALIGNED>& walk, X& x, float (&sums)[ROWS]) {
-  constexpr uint32_t COUNT = ROWS < GROUP ? ROWS : GROUP;
-  UNROLL
-  for (uint32_t r = 0; r < ROWS; r++) sums[r] = 0.0f;
-  for (uint32_t base = 0; base < walk.steps; base += AHEAD) {
-    UNROLL
-    for (uint32_t s = 0; s < AHEAD; s++) {
-      uint32_t step = base + s;
-      if (step >= walk.steps) continue;
-      step_x(x, step, step + 1 < walk.steps);
-      UNROLL
-      for (uint32_t first = 0; first < ROWS; first += COUNT) {
-        if (step * LANES + walk.lane < walk.chunks) add_chunk<COUNT>(walk, s, first, x, sums);
-        if (step + AHEAD < walk.steps) {
-          UNROLL
-          for (uint32_t r = 0; r < COUNT; r++) load_row(walk, s, first + r, step + AHEAD);
-        }
+// product() with what k and the addresses allow.
+template <class W, class Row, class X, class Emit>
+DEVICE void block_product(const Rows<W>& w, uint32_t count_tiles, const Row& row, const X& x, bool x_aligned, uint32_t count, const tiles::Lds& lds,
+                          uint16_t* scales, const Emit& emit) {
+  if constexpr (W::SCALED || tiles::RUNS) {
+    if (W::SCALED || whole_groups(w)) {
+      if (w.k >= tiles::LONG_K) {
+        tiles::product<W, true, tiles::WAVES>(w.codes, w.scales, w.k, count_tiles, row, x, x_aligned, count, lds, scales, emit);
+      } else {
+        tiles::product<W, true, 1>(w.codes, w.scales, w.k, count_tiles, row, x, x_aligned, count, lds, scales, emit);
       }
-    }
-  }
-  lanes_sum<LANES>(sums);
-}
-
-// act of COLS neighbouring columns; `sums` are gate, up, gate, up, .. Lane i of the group stores column i.
-template <class T, uint32_t COLS> DEVICE void store_act(const float* sums, T* act, uint32_t lane) {
-  float gate = sums[0], up = sums[1];
-  UNROLL
-  for (uint32_t i = 1; i < COLS; i++) {
-    gate = lane == i ? sums[2 * i] : gate;
-    up = lane == i ? sums[2 * i + 1] : up;
-  }
-  if (lane >= COLS) return;
-  gate = rounded<T>::of(gate);
-  store_f32(act + lane, rounded<T>::of(silu_f32(gate)) * rounded<T>::of(up));
-}
-
-// Where the x of a long row comes from: LDS if it fits.
-template <class T, class W, bool ALIGNED, bool STAGED, class WALK>
-DEVICE void multiply_long(WALK& walk, const T* x, const words16* pieces, const float* starts, float (&sums)[WALK::ROWS]) {
-  if constexpr (STAGED) {
-    StagedX<W> source = {pieces, starts, walk.lane, 0, 0.0f};
-    multiply(walk, source, sums);
-  } else {
-    NearX<T, W, 32, ALIGNED, false> source;
-    first_x(source, x, walk.k, (words16*)nullptr);
-    multiply(walk, source, sums);
-  }
-}
-
-// k >= 1024: a team takes TEAM_COLS columns, together where the weights are quantised and so many are left, else one by one.
-template <class T, class W, bool ALIGNED, bool STAGED>
-DEVICE void experts_long(const Rows& rows, const T* x, T* act, uint32_t n, words16* pieces, float* starts) {
-  constexpr bool TOGETHER = W::SCALED && STAGED;
-  uint32_t first = block_y() * EXPERT_COLS + thread_id() / TEAM * TEAM_COLS, end = first + TEAM_COLS < n ? first + TEAM_COLS : n;
-  bool together = TOGETHER && first + TEAM_COLS <= n;
-  Walk<W, TOGETHER ? 2 * TEAM_COLS : 2, 2, 1, 32, ALIGNED> walk;
-  aim(walk, rows, first, n);
-  if (together) start(walk);
-  if (STAGED) {
-    stage_x<T, W, ALIGNED>(pieces, starts, x, rows.k);
-    block_sync();
-  }
-  if (together) {
-    float sums[walk.ROWS];
-    multiply_long<T, W, ALIGNED, STAGED>(walk, x, pieces, starts, sums);
-    store_act<T, walk.ROWS / 2>(sums, act + first, walk.lane);
-    return;
-  }
-  for (uint32_t column = first; column < end; column++) {
-    Walk<W, 2, 2, W::SCALED || !ALIGNED ? 1 : 4, 32, ALIGNED> one;
-    aim(one, rows, column, n);
-    start(one);
-    float sums[2];
-    multiply_long<T, W, ALIGNED, STAGED>(one, x, pieces, starts, sums);
-    store_act<T, 1>(sums, act + column, one.lane);
-  }
-}
-
-// k < 1024: four lanes a column, eight columns a team; the first four teams work.
-template <class T, class W, bool ALIGNED> DEVICE void experts_short(const Rows& rows, const T* x, T* act, uint32_t n) {
-  if (thread_id() / 4 >= EXPERT_COLS) return;
-  uint32_t column = block_y() * EXPERT_COLS + thread_id() / 4;
-  Walk<W, 2, 2, ALIGNED ? 2 : 1, 4, ALIGNED> walk;
-  aim(walk, rows, column < n ? column : n - 1, n);
-  start(walk);
-  NearX<T, W, 4, ALIGNED, false> source;
-  first_x(source, x, rows.k, (words16*)nullptr);
-  float sums[2];
-  multiply(walk, source, sums);
-  if (column < n) store_act<T, 1>(sums, act + column, walk.lane);
-}
-
-template <class T, class W, bool ALIGNED>
-DEVICE void experts_rows(const Rows& rows, const T* x, T* act, uint32_t n, words16* pieces, float* starts) {
-  if (rows.k < gemv::LONG_K) experts_short<T, W, ALIGNED>(rows, x, act, n);
-  else if (rows.k <= X_MAX) experts_long<T, W, ALIGNED, true>(rows, x, act, n, pieces, starts);
-  else experts_long<T, W, ALIGNED, false>(rows, x, act, n, pieces, starts);
-}
-
-template <class T, class W>
-DEVICE void experts_of(const step_experts_args& a, uint32_t pair, uint32_t expert, words16* pieces, float* starts) {
-  Rows rows = rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, a.k);
-  const T* x = (const T*)a.x + (uint64_t)(pair / a.slots) * a.k;
-  T* act = (T*)a.act + (uint64_t)pair * a.n;
-  if (aligned_rows<T, W>(x, rows.codes, a.k)) experts_rows<T, W, true>(rows, x, act, a.n, pieces, starts);
-  else if constexpr (!W::SCALED) experts_rows<T, W, false>(rows, x, act, a.n, pieces, starts);
-}
-
-// Grid: pairs, ceil(n / 32).
-template <class T, class W> DEVICE void experts(const step_experts_args& a) {
-  SHARED(words16, pieces, X_MAX / 4);
-  SHARED(float, starts, X_MAX / 32);
-  uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
-  if (expert < a.experts) {
-    experts_of<T, W>(a, pair, expert, pieces, starts);
-    return;
-  }
-  uint32_t column = block_y() * EXPERT_COLS + thread_id();
-  if (thread_id() < EXPERT_COLS && column < a.n) store_f32((T*)a.act + (uint64_t)pair * a.n + column, 0.0f);
-}
-
-// to[c] = T(x @ w[first + c]^T) for COLS columns together.
-template <class T, class W, bool ALIGNED, uint32_t COLS, uint32_t AHEAD>
-DEVICE void down_cols(const Rows& rows, const T* x, uint32_t first, words16* cells, float* to) {
-  Walk<W, COLS, 1, AHEAD, 32, ALIGNED> walk;
-  aim(walk, rows, first, 0);
-  start(walk);
-  NearX<T, W, 32, ALIGNED, true> source;
-  first_x(source, x, rows.k, cells);
-  float sums[COLS];
-  multiply(walk, source, sums);
-  UNROLL
-  for (uint32_t i = 0; i < COLS; i++) {
-    if (walk.lane == i) to[i] = rounded<T>::of(sums[i]);
-  }
-}
-
-// k >= 1024: all columns of the block by one team, together where the weights are quantised and the block is full.
-template <class T, class W, bool ALIGNED>
-DEVICE void down_long(const Rows& rows, const T* x, uint32_t first, uint32_t left, words16* cells, float* to) {
-  if constexpr (W::SCALED) {
-    if (left == DOWN_COLS) {
-      down_cols<T, W, ALIGNED, DOWN_COLS, 1>(rows, x, first, cells, to);
       return;
     }
   }
-  for (uint32_t c = 0; c < left; c++) down_cols<T, W, ALIGNED, 1, W::SCALED || !ALIGNED ? 1 : 4>(rows, x, first + c, cells, to + c);
+  if constexpr (!W::SCALED) tiles::product<W, false, 0>(w.codes, w.scales, w.k, count_tiles, row, x, x_aligned, count, lds, scales, emit);
 }
 
-// k < 1024: four lanes a column, the block's eight columns by one team.
-template <class T, class W, bool ALIGNED>
-DEVICE void down_short(const Rows& rows, const T* x, uint32_t first, uint32_t left, words16* cells, float* to) {
-  uint32_t column = thread_id() % TEAM / 4;
-  Walk<W, 1, 1, ALIGNED ? 2 : 1, 4, ALIGNED> walk;
-  aim(walk, rows, first + (column < left ? column : left - 1), 0);
-  start(walk);
-  NearX<T, W, 4, ALIGNED, true> source;
-  first_x(source, x, rows.k, cells);
-  float sums[1];
-  multiply(walk, source, sums);
-  if (walk.lane == 0) to[column] = rounded<T>::of(sums[0]);
-}
-
-// SPREAD: each of the eight teams takes one column (or the last team all of them); else the calling team takes all.
-template <class T, class W, bool ALIGNED, bool SPREAD>
-DEVICE void down_rows(const Rows& rows, const T* x, uint32_t first, uint32_t left, words16* cells, float* to) {
-  uint32_t team = thread_id() / TEAM;
-  if (rows.k < gemv::LONG_K) {
-    if (!SPREAD || team == TEAMS - 1) down_short<T, W, ALIGNED>(rows, x, first, left, cells, to);
-  } else if (!SPREAD) {
-    down_long<T, W, ALIGNED>(rows, x, first, left, cells, to);
-  } else if (team < left) {
-    down_cols<T, W, ALIGNED, 1, ALIGNED ? 4 : 1>(rows, x, first + team, cells, to + team);
-  }
-}
-
-template <class T, class W, bool SPREAD> DEVICE void down_of(const Rows& rows, const T* x, uint32_t first, uint32_t left, words16* cells, float* to) {
-  if (aligned_rows<T, W>(x, rows.codes, rows.k)) down_rows<T, W, true, SPREAD>(rows, x, first, left, cells, to);
-  else if constexpr (!W::SCALED) down_rows<T, W, false, SPREAD>(rows, x, first, left, cells, to);
-}
-
-template <class T, class W> DEVICE void down_shared(const step_down_args& a, uint32_t row, uint32_t first, uint32_t left, words16* cells, float* to) {
-  const T* x = (const T*)a.shared_act + (uint64_t)row * a.shared_k;
-  down_of<T, W, true>(rows_of<W>(a.shared_codes, a.shared_scales, 0, a.shared_k), x, first, left, cells, to);
-}
-
-// Grid: rows, ceil(n / 8). Team t takes slots t, t + 8, ..; the shared product goes first, as it needs no ids.
-template <class T, class W> DEVICE void down(const step_down_args& a) {
-  SHARED(words16, cells, THREADS * gemv::CHUNK_MAX / 4);
-  SHARED(float, products, (SLOTS_MAX + 1) * DOWN_COLS);  // [slot, then shared][column]
-  uint32_t row = block_x(), first = block_y() * DOWN_COLS, left = a.n - first < DOWN_COLS ? a.n - first : DOWN_COLS;
-  float* shared = products + SLOTS_MAX * DOWN_COLS;
-  if (a.shared_format == WEIGHT_Q8G64) down_shared<T, q8g64_weights>(a, row, first, left, cells, shared);
-  else if (a.shared_format == WEIGHT_Q4G64) down_shared<T, q4g64_weights>(a, row, first, left, cells, shared);
-  else if (a.shared_format == WEIGHT_BF16) down_shared<T, bf16_weights>(a, row, first, left, cells, shared);
-  else down_shared<T, f32_weights>(a, row, first, left, cells, shared);
-  for (uint32_t slot = thread_id() / TEAM; slot < a.slots; slot += TEAMS) {
-    uint64_t pair = (uint64_t)row * a.slots + slot;
-    uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
-    float* to = products + slot * DOWN_COLS;
-    if (expert < a.experts) {
-      uint32_t k = a.k + slot / SLOTS_MAX;  // + 0: nothing that follows from k is kept in registers from slot to slot
-      down_of<T, W, false>(rows_of<W>(a.codes, a.scales, (uint64_t)expert * a.n, k), (const T*)a.act + pair * k, first, left, cells, to);
-    } else if (thread_id() % TEAM < DOWN_COLS) {
-      to[thread_id() % TEAM] = 0.0f;
+template <class W>
+DEVICE void experts_tiles(const step_experts_args& a, uint32_t expert, const uint32_t* members, uint32_t count, const tiles::Lds& lds,
+                          uint16_t* scales) {
+  uint32_t waves = working_waves(a.k), first = block_y() * EXPERT_COLS, last = a.n - 1;
+  uint32_t some = least((a.n - first + TILE_COLS - 1) / TILE_COLS, EXPERT_COLS / TILE_COLS);
+  auto row = [&](uint32_t tile, uint32_t i) { return i / TILE_COLS * a.n + least(first + tile * TILE_COLS + i % TILE_COLS, last); };
+  auto x = [&](uint32_t r) { return (const bf16*)a.x + (uint64_t)(members[r] / a.slots) * a.k; };
+  auto emit = [&](uint32_t tile) {
+    uint32_t r = thread_id() / TILE_COLS, c = thread_id() % TILE_COLS, column = first + tile * TILE_COLS + c;
+    if (r >= count || column > last) return;
+    const float* part = lds.sums + r * tiles::COLS + c;
+    float gate = part[0], up = part[TILE_COLS];
+    for (uint32_t i = 1; i < waves; i++) {
+      part += tiles::ROWS * tiles::COLS;
+      gate += part[0];
+      up += part[TILE_COLS];
     }
+    gate = rounded<bf16>::of(gate);
+    store_f32((bf16*)a.act + (uint64_t)members[r] * a.n + column, rounded<bf16>::of(silu_f32(gate)) * rounded<bf16>::of(up));
+  };
+  block_product(rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, a.k), some, row, x, gemv::values_aligned((const bf16*)a.x, a.k, a.k), count,
+                lds, scales, emit);
+}
+
+template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint32_t pair, uint32_t expert) {
+  if (expert < a.experts) return false;
+  uint32_t column = block_y() * EXPERT_COLS + thread_id();
+  if (thread_id() < EXPERT_COLS && column < a.n) store_f32((T*)a.act + (uint64_t)pair * a.n + column, 0.0f);
+  return true;
+}
+
+// Grid: pairs, ceil(n / 64).
+template <class T, class W> struct Experts;
+template <class W> struct Experts<float, W> {
+  DEVICE void run(const step_experts_args& a) {
+    uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
+    if (nothing_outside<float>(a, pair, expert)) return;
+    if (a.k >= gemv::LONG_K) experts_f32<32, W>(a, pair, expert);
+    else experts_f32<4, W>(a, pair, expert);
   }
-  block_sync();
-  uint32_t c = thread_id();
-  if (c >= left) return;
-  float sum = 0.0f;
-  for (uint32_t slot = 0; slot < a.slots; slot++) {
-    float weight = ((const float*)a.weights)[(uint64_t)row * a.slots + slot];
-    sum = fma_f32(weight, products[slot * DOWN_COLS + c], sum);
+};
+template <class W> struct Experts<bf16, W> {
+  DEVICE void run(const step_experts_args& a) {
+    SHARED(words16, x, tiles::X_UNITS);
+    SHARED(float, x_sums, tiles::X_SUMS);
+    SHARED(float, sums, tiles::SUMS);
+    SHARED(uint16_t, scales, tiles::SCALES);
+    SHARED(uint32_t, members, tiles::ROWS);
+    uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
+    if (nothing_outside<bf16>(a, pair, expert)) return;
+    uint32_t count = 1;
+    if (a.rows > 1) count = find_members(a, pair, expert, members);
+    else if (thread_id() == 0) members[0] = pair;
+    if (count == 0) return;
+    tiles::Lds lds = {x, x_sums, sums};
+    experts_tiles<W>(a, expert, members, count, lds, scales);
   }
-  float moe = rounded<T>::of(rounded<T>::of(sum) + shared[c]);
-  uint64_t at = (uint64_t)row * a.n + first + c;
+};
+
+// y of a column: sum of the products, rounded to T, times the weights; shared in T.
+template <class T> DEVICE void store_y(const step_down_args& a, uint32_t row, uint32_t column, float sum, float shared) {
+  float moe = rounded<T>::of(rounded<T>::of(sum) + shared);
+  uint64_t at = (uint64_t)row * a.n + column;
   store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + moe);
 }
+DEVICE float weight_of(const step_down_args& a, uint32_t row, uint32_t slot) { return ((const float*)a.weights)[(uint64_t)row * a.slots + slot]; }
+
+// The parts of the shared product in lds.sums.
+template <class W> DEVICE void shared_tiles(const step_down_args& a, uint32_t row, const tiles::Lds& lds, uint16_t* scales) {
+  uint32_t first = block_y() * DOWN_COLS;
+  const bf16* x = (const bf16*)a.shared_act + (uint64_t)row * a.shared_k;
+  block_product(
+      rows_of<W>(a.shared_codes, a.shared_scales, 0, a.shared_k), 1, [&](uint32_t, uint32_t i) { return least(first + i, a.n - 1); },
+      [&](uint32_t) { return x; }, gemv::values_aligned(x, 0, a.shared_k), 1, lds, scales, [](uint32_t) {});
+}
+
+// Wave w: the product of slot turn + w over all of k, into row 0 of its part of lds.sums; and block_sync.
+template <class W, bool ALIGNED> DEVICE void slots_tiles(const step_down_args& a, uint32_t row, uint32_t turn, const tiles::Lds& lds) {
+  uint32_t wave = tile_group(), count = least(a.slots - turn, tiles::WAVES);
+  uint64_t pair = (uint64_t)row * a.slots + turn;
+  uint32_t expert = wave < count ? (uint32_t)((const int32_t*)a.ids)[pair + wave] : a.experts;
+  bool works = expert < a.experts;
+  uint32_t first = block_y() * DOWN_COLS;
+  Rows<W> w = rows_of<W>(a.codes, a.scales, (uint64_t)(works ? expert : 0u) * a.n, a.k);
+  using Stream = tiles::Stream<W, ALIGNED, 1>;
+  Stream s;
+  auto w_row = [&](uint32_t, uint32_t i) { return least(first + i, a.n - 1); };
+  Stream::begin(s, w.codes, w.scales, a.k, w_row, 0, works ? 1u : 0u);
+  const bf16* x = (const bf16*)a.act + pair * a.k;
+  tiles::Panel all = tiles::panel<W>(lds, count, tiles::ROWS, a.k), own = tiles::panel<W>(lds, 1, tiles::ROWS, a.k);
+  own.lds.x += wave * (all.pitch / 8);
+  own.lds.x_sums += wave * (all.chunk / tiles::GROUP);
+  for (; all.first < a.k; all.first += all.chunk) {
+    block_sync();
+    tiles::stage<W>(all, [&](uint32_t r) { return x + (uint64_t)r * a.k; }, gemv::values_aligned(x, a.k, a.k));
+    block_sync();
+    own.first = all.first;
+    Stream::advance(s, own, nullptr, w_row);
+  }
+  Stream::finish(s, own);
+  block_sync();
+}
+
+template <class W> DEVICE void down_tiles(const step_down_args& a, const tiles::Lds& lds, uint16_t* scales) {
+  constexpr uint32_t WAVE_SUMS = tiles::ROWS * tiles::COLS;
+  uint32_t row = block_x(), column = block_y() * DOWN_COLS + thread_id();
+  if (a.shared_format == WEIGHT_Q8G64) shared_tiles<q8g64_weights>(a, row, lds, scales);
+  else shared_tiles<bf16_weights>(a, row, lds, scales);
+  bool stores = thread_id() < DOWN_COLS && column < a.n;
+  float shared = 0.0f, sum = 0.0f;
+  if (stores) {
+    shared = lds.sums[thread_id()];
+    for (uint32_t w = 1; w < working_waves(a.shared_k); w++) shared += lds.sums[w * WAVE_SUMS + thread_id()];
+  }
+  for (uint32_t turn = 0; turn < a.slots; turn += tiles::WAVES) {
+    if constexpr (W::SCALED) {
+      slots_tiles<W, true>(a, row, turn, lds);
+    } else {
+      bool whole = tiles::RUNS && whole_groups(rows_of<W>(a.codes, a.scales, 0, a.k));
+      if (!whole) slots_tiles<W, false>(a, row, turn, lds);
+      if constexpr (tiles::RUNS) {
+        if (whole) slots_tiles<W, true>(a, row, turn, lds);
+      }
+    }
+    for (uint32_t slot = turn; stores && slot < least(a.slots, turn + tiles::WAVES); slot++) {
+      sum = fma_f32(weight_of(a, row, slot), rounded<bf16>::of(lds.sums[(slot - turn) * WAVE_SUMS + thread_id()]), sum);
+    }
+  }
+  if (stores) store_y<bf16>(a, row, column, sum, rounded<bf16>::of(shared));
+}
+
+// Grid: rows, ceil(n / 32).
+template <class T, class W> struct Down;
+template <class W> struct Down<float, W> {
+  template <class S> DEVICE void shared(const step_down_args& a, uint32_t first, uint32_t last, float* to) {
+    const float* x = (const float*)a.shared_act + (uint64_t)block_x() * a.shared_k;
+    down_f32(rows_of<S>(a.shared_codes, a.shared_scales, 0, a.shared_k), first, last, x, to);
+  }
+  DEVICE void run(const step_down_args& a) {
+    SHARED(float, products, (SLOTS_MAX + 1) * DOWN_COLS);  // [slot, then shared][column]
+    uint32_t row = block_x(), first = block_y() * DOWN_COLS, last = a.n - 1 - first, c = thread_id();
+    float* common = products + SLOTS_MAX * DOWN_COLS;
+    if (a.shared_format == WEIGHT_F32) shared<f32_weights>(a, first, last, common);
+    else if (a.shared_format == WEIGHT_BF16) shared<bf16_weights>(a, first, last, common);
+    else shared<q8g64_weights>(a, first, last, common);
+    for (uint32_t slot = 0; slot < a.slots; slot++) {
+      uint64_t pair = (uint64_t)row * a.slots + slot;
+      uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
+      float* to = products + slot * DOWN_COLS;
+      if (expert < a.experts) down_f32(rows_of<W>(a.codes, a.scales, (uint64_t)expert * a.n, a.k), first, last, (const float*)a.act + pair * a.k, to);
+      else if (c < DOWN_COLS) to[c] = 0.0f;
+    }
+    block_sync();
+    if (c >= DOWN_COLS || c > last) return;
+    float sum = 0.0f;
+    for (uint32_t slot = 0; slot < a.slots; slot++) sum = fma_f32(weight_of(a, row, slot), products[slot * DOWN_COLS + c], sum);
+    store_y<float>(a, row, first + c, sum, common[c]);
+  }
+};
+template <class W> struct Down<bf16, W> {
+  DEVICE void run(const step_down_args& a) {
+    SHARED(words16, x, tiles::X_UNITS);
+    SHARED(float, x_sums, tiles::X_SUMS);
+    SHARED(float, sums, tiles::SUMS);
+    SHARED(uint16_t, scales, tiles::SCALES);
+    down_tiles<W>(a, {x, x_sums, sums}, scales);
+  }
+};
 
 }  // namespace step_moe
 
-#define STEP_EXPERTS(suffix, T, W)                                                            \
-  KERNEL(step_experts_##suffix, step_experts_args, 256) { step_moe::experts<T, W>(a); }       \
-  KERNEL(step_down_##suffix, step_down_args, 256) { step_moe::down<T, W>(a); }
+#define STEP_EXPERTS(suffix, T, W)                                                               \
+  PAIR_KERNEL(step_experts_##suffix, step_experts_args, 256) { step_moe::Experts<T, W>::run(a); } \
+  PAIR_KERNEL(step_down_##suffix, step_down_args, 256) { step_moe::Down<T, W>::run(a); }
 
-// LAUNCH step_experts_f32_f32 block=256 cols=32
-// LAUNCH step_down_f32_f32 block=256 cols=8 slots_max=16
+// LAUNCH step_experts_f32_f32 block=256 cols=64
+// LAUNCH step_down_f32_f32 block=256 cols=32 slots_max=16
 STEP_EXPERTS(f32_f32, float, f32_weights)
-// LAUNCH step_experts_f32_bf16 block=256 cols=32
-// LAUNCH step_down_f32_bf16 block=256 cols=8 slots_max=16
+// LAUNCH step_experts_f32_bf16 block=256 cols=64
+// LAUNCH step_down_f32_bf16 block=256 cols=32 slots_max=16
 STEP_EXPERTS(f32_bf16, float, bf16_weights)
-// LAUNCH step_experts_f32_q8g64 block=256 cols=32
-// LAUNCH step_down_f32_q8g64 block=256 cols=8 slots_max=16
-STEP_EXPERTS(f32_q8g64, float, q8g64_weights)
-// LAUNCH step_experts_f32_q4g64 block=256 cols=32
-// LAUNCH step_down_f32_q4g64 block=256 cols=8 slots_max=16
+// LAUNCH step_experts_f32_q4g64 block=256 cols=64
+// LAUNCH step_down_f32_q4g64 block=256 cols=32 slots_max=16
 STEP_EXPERTS(f32_q4g64, float, q4g64_weights)
-// LAUNCH step_experts_bf16_f32 block=256 cols=32
-// LAUNCH step_down_bf16_f32 block=256 cols=8 slots_max=16
-STEP_EXPERTS(bf16_f32, bf16, f32_weights)
-// LAUNCH step_experts_bf16_bf16 block=256 cols=32
-// LAUNCH step_down_bf16_bf16 block=256 cols=8 slots_max=16
+// LAUNCH step_experts_bf16_bf16 block=256 cols=64
+// LAUNCH step_down_bf16_bf16 block=256 cols=32 slots_max=16
 STEP_EXPERTS(bf16_bf16, bf16, bf16_weights)
-// LAUNCH step_experts_bf16_q8g64 block=256 cols=32
-// LAUNCH step_down_bf16_q8g64 block=256 cols=8 slots_max=16
+// LAUNCH step_experts_bf16_q8g64 block=256 cols=64
+// LAUNCH step_down_bf16_q8g64 block=256 cols=32 slots_max=16
 STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights)
-// LAUNCH step_experts_bf16_q4g64 block=256 cols=32
-// LAUNCH step_down_bf16_q4g64 block=256 cols=8 slots_max=16
+// LAUNCH step_experts_bf16_q4g64 block=256 cols=64
+// LAUNCH step_down_bf16_q4g64 block=256 cols=32 slots_max=16
 STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights)

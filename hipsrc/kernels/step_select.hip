@@ -1,33 +1,42 @@
-// step_select.hip - selection of a decode step (docs/decisions/0004-step-graph.md): index scores, exact top-k and its plan, in two launches.
-//   step_score   score[r, p] as indexer.hip for all p <= positions[r]; histogram of the order keys' upper 12 bits; the row's last block finds the
-//                bin that holds the k-th largest
-//   step_topk    bits of the positions above that bin, and a list of those in it; the row's last block chooses among the list, writes the
-//                positions in ascending order and where each row lies
+// step_select.hip - selection of a decode step (docs/decisions/0004-step-graph.md): index scores and exact top-k, in two launches.
+//   step_score   score[r, p] as indexer.hip for all p <= positions[r]; histogram of the order keys' upper 12 bits
+//   step_topk    each block finds the bin that holds the k-th largest and lists what lies in or above it, positions ascending; the row's last block
+//                chooses among those in the bin and writes the positions of all that is selected
 // A row with positions[r] < k is the identity and has no scores. The last block is the one whose arrival the row's counter shows as last: it has
 // nothing to wait for. Integers decide, so the selection is exact: largest score first, ties to the lowest position; -0 equals +0, NaN is -inf.
 // Order of additions of a score: heads <= 32, dim 128 and bf16 where there are matrix tiles: dot products as the tiles add, head j into sum
 // j % 16 (ascending), then tile_column_sum. Else as indexer.hip, bit by bit.
 // Limits: dim <= 128, heads <= 64, heads * dim <= 4096, k <= 2048, positions below 2^30, extents of whole multiples of 16 keys.
 #include "portable.h"
-#include "hotcache.h"
+#include "scan.h"
 
 namespace step_select {
 
 constexpr uint32_t SCORE_THREADS = 256;
 constexpr uint32_t SCORE_GROUPS = SCORE_THREADS / TILE_LANES;
 constexpr uint32_t HEADS_MAX = 64, QUERY_MAX = 4096;
+constexpr uint32_t KEY_TILES = 2;  // tiles of keys that a group of lanes works on at a time
 constexpr uint32_t TILE_HEADS = 2 * TILE, TILE_DIM = 128, STEPS = TILE_DIM / TILE;  // what stays in registers as matrix tiles
 constexpr uint32_t PARTS = 8;                                                       // of a sum over heads, as indexer.hip
 constexpr uint32_t BIN_SHIFT = 20, BINS = 1u << (32 - BIN_SHIFT);
+constexpr uint32_t BINS_EACH = 4, BIN_PARTS = 32;  // bins that lie side by side; parts of a histogram that neighbours are spread over
 
-constexpr uint32_t THREADS = 1024;        // of step_topk
-constexpr uint32_t K_MAX = 2 * THREADS;
-constexpr uint32_t WORDS = 4;             // bitmap words a work-item emits at a time
-constexpr uint32_t HELD = 4;              // candidates a work-item keeps in registers
-constexpr uint32_t DIGIT_BITS = 10;       // of the choice among candidates: a digit a work-item
+constexpr uint32_t THREADS = 1024;  // of step_topk
+constexpr uint32_t K_MAX = 2 * THREADS, BLOCKS_MAX = THREADS;
+constexpr uint32_t EACH = 8, SPAN = THREADS * EACH;  // positions that a work-item, and a block, sort out at a time
+constexpr uint32_t HELD = 4;                         // entries a work-item keeps in registers
+constexpr uint32_t EAGER_BLOCKS = 16;                // that load before they know whether they have positions
+constexpr uint32_t DIGIT_BITS = 10;                  // of the choice among candidates: a digit a work-item
 constexpr uint32_t POSITION_BITS = 30;
 constexpr uint32_t RANK_BITS = BIN_SHIFT + POSITION_BITS;
 static_assert(1u << DIGIT_BITS == THREADS && RANK_BITS % DIGIT_BITS == 0, "a work-item has one digit, and the digits cover a rank");
+static_assert(BINS == BINS_EACH * THREADS && BINS_EACH == 4, "the bins of a work-item are 16 bytes");
+
+// Where a histogram has the bin: neighbours, which most scores fall into, are spread over cache lines, for a line takes one addition at a time.
+DEVICE uint32_t bin_place(uint32_t bin) {
+  uint32_t group = bin / BINS_EACH;
+  return group % BIN_PARTS * (BINS / BIN_PARTS) + group / BIN_PARTS * BINS_EACH + bin % BINS_EACH;
+}
 
 // True in the block of the row that arrives last; it then sees what the others wrote before they arrived. Leaves the counter at 0.
 DEVICE bool arrives_last(uint32_t* arrivals, uint32_t blocks) {
@@ -56,58 +65,88 @@ struct scored_row {
 DEVICE void put_score(const scored_row& s, uint32_t p, float score) {
   if (p >= s.n) return;
   s.scores[p] = score;
-  lds_add(&s.histogram[order_key(score) >> BIN_SHIFT], 1u);
+  lds_add(&s.histogram[bin_place(order_key(score) >> BIN_SHIFT)], 1u);
 }
 
-
-// Tiles of 16 keys on matrix tiles, the query in registers; 32 lanes a tile, the groups of all blocks in turn.
-template <class T> DEVICE void score_tiles(const step_score_args& a, uint32_t row, const uint64_t* table, const float* gates, const scored_row& s) {
+// The query as fragments of matrix tiles in workgroup memory: 16 bytes of each work-item of a group side by side. Each group brings one pair of tiles.
+template <class T> DEVICE void stage_query(const step_score_args& a, uint32_t row, words16* fragments) {
+  constexpr uint32_t PAIRS = STEPS / 2, UNITS = tile_a<T>::WORDS / 4;
+  static_assert(2 * PAIRS == SCORE_GROUPS, "a pair of tiles for each group");
   const T* q = (const T*)a.q + (uint64_t)row * a.heads * TILE_DIM;
-  tile_a<T> query[2][STEPS];
+  uint32_t h = tile_group() / PAIRS, k = tile_group() % PAIRS * 2;
+  tile_a<T> pair[2];
+  tile_pair(pair, [&](uint32_t j) { return h * TILE + j < a.heads ? q + (h * TILE + j) * TILE_DIM + k * TILE : (const T*)nullptr; });
   UNROLL
-  for (uint32_t h = 0; h < 2; h++) {
+  for (uint32_t i = 0; i < 2; i++) {
     UNROLL
-    for (uint32_t k = 0; k < STEPS; k += 2) {
-      tile_pair(&query[h][k], [&](uint32_t j) { return h * TILE + j < a.heads ? q + (h * TILE + j) * TILE_DIM + k * TILE : (const T*)nullptr; });
+    for (uint32_t u = 0; u < UNITS; u++) {
+      words16 word;
+      UNROLL
+      for (uint32_t j = 0; j < 4; j++) word.w[j] = pair[i].v[4 * u + j];
+      fragments[((h * STEPS + k + i) * UNITS + u) * TILE_LANES + tile_lane()] = word;
     }
   }
-  float gate[2][TILE_ELEMENTS];
+}
+template <class T> DEVICE tile_a<T> query_tile(const words16* fragments, uint32_t h, uint32_t k, uint32_t lane) {
+  constexpr uint32_t UNITS = tile_a<T>::WORDS / 4;
+  tile_a<T> tile;
   UNROLL
-  for (uint32_t h = 0; h < 2; h++) {
+  for (uint32_t u = 0; u < UNITS; u++) {
+    words16 word = fragments[((h * STEPS + k) * UNITS + u) * TILE_LANES + lane];
     UNROLL
-    for (uint32_t i = 0; i < TILE_ELEMENTS; i++) gate[h][i] = gates[h * TILE + tile16<T>::row(i)];
+    for (uint32_t j = 0; j < 4; j++) tile.v[4 * u + j] = word.w[j];
   }
-  uint32_t tiles = (s.n + TILE - 1u) / TILE, stride = a.blocks * SCORE_GROUPS;
-  for (uint32_t tile = tile_group() * a.blocks + block_x(); tile < tiles; tile += stride) {
-    const T* keys = keys_from<T>(a, table, tile * TILE, TILE);
-    tile_b<T> key[STEPS];
+  return tile;
+}
+
+// KEY_TILES tiles of 16 keys at a time on matrix tiles, by 32 lanes; the groups of all blocks in turn.
+template <class T>
+DEVICE void score_tiles(const step_score_args& a, const words16* fragments, const uint64_t* table, const float* gates, const scored_row& s) {
+  uint32_t tiles = (s.n + TILE - 1u) / TILE, stride = a.blocks * SCORE_GROUPS * KEY_TILES;
+  for (uint32_t first = (tile_group() * a.blocks + block_x()) * KEY_TILES; first < tiles; first += stride) {
+    const T* keys[KEY_TILES];
+    tile_b<T> key[KEY_TILES][STEPS];
+    tile16<T> dot[KEY_TILES][2];
     UNROLL
-    for (uint32_t k = 0; k < STEPS; k += 2) tile_pair(&key[k], keys + k * TILE, TILE_DIM);
-    tile16<T> sum, dot[2];
-    tile_clear(sum);
+    for (uint32_t t = 0; t < KEY_TILES; t++) keys[t] = keys_from<T>(a, table, (first + t < tiles ? first + t : first) * TILE, TILE);
     UNROLL
-    for (uint32_t h = 0; h < 2; h++) tile_clear(dot[h]);
+    for (uint32_t t = 0; t < KEY_TILES; t++) {
+      UNROLL
+      for (uint32_t k = 0; k < STEPS; k += 2) tile_pair(&key[t][k], keys[t] + k * TILE, TILE_DIM);
+      UNROLL
+      for (uint32_t h = 0; h < 2; h++) tile_clear(dot[t][h]);
+    }
+    uint32_t lane = opaque_item(tile_lane());  // else all of the query moves into registers
     UNROLL
     for (uint32_t k = 0; k < STEPS; k++) {
       UNROLL
-      for (uint32_t h = 0; h < 2; h++) tile_add(dot[h], query[h][k], key[k]);
-    }
-    UNROLL
-    for (uint32_t h = 0; h < 2; h++) {
-      UNROLL
-      for (uint32_t i = 0; i < TILE_ELEMENTS; i++) {
-        sum.v[i] = fma_f32(gate[h][i], max_f32(0.0f, dot[h].v[i] * a.key_scale), sum.v[i]);
+      for (uint32_t h = 0; h < 2; h++) {
+        tile_a<T> query = query_tile<T>(fragments, h, k, lane);
+        UNROLL
+        for (uint32_t t = 0; t < KEY_TILES; t++) tile_add(dot[t][h], query, key[t][k]);
       }
     }
-    uint32_t column;
-    float score = tile_column_sum(sum, &column);
-    if (column < TILE) put_score(s, tile * TILE + column, score);
+    UNROLL
+    for (uint32_t t = 0; t < KEY_TILES; t++) {
+      tile16<T> sum;
+      tile_clear(sum);
+      UNROLL
+      for (uint32_t h = 0; h < 2; h++) {
+        UNROLL
+        for (uint32_t i = 0; i < TILE_ELEMENTS; i++) {
+          sum.v[i] = fma_f32(gates[h * TILE + sum.row(i)], max_f32(0.0f, dot[t][h].v[i] * a.key_scale), sum.v[i]);
+        }
+      }
+      uint32_t column;
+      float score = tile_column_sum(sum, &column);
+      if (column < TILE) put_score(s, (first + t) * TILE + column, score);
+    }
   }
 }
 
 // A key a work-item.
-template <class T> DEVICE void score_keys(const step_score_args& a, uint32_t row, const uint64_t* table, const float* gates, const scored_row& s) {
-  SHARED(float, query, QUERY_MAX);
+template <class T>
+DEVICE void score_keys(const step_score_args& a, uint32_t row, const uint64_t* table, const float* gates, float* query, const scored_row& s) {
   const T* q = (const T*)a.q + (uint64_t)row * a.heads * a.dim;
   for (uint32_t i = thread_id(); i < a.heads * a.dim; i += SCORE_THREADS) query[i] = load_f32(q + i);
   block_sync();
@@ -126,186 +165,163 @@ template <class T> DEVICE void score_keys(const step_score_args& a, uint32_t row
   }
 }
 
-// The bin that holds the k-th largest of the counted keys, and how many of it are wanted.
-DEVICE void find_bin(const uint32_t* histogram, uint32_t k, uint32_t* threshold) {
-  SHARED(uint32_t, lds, BLOCK_SCAN);
-  constexpr uint32_t EACH = BINS / SCORE_THREADS;
-  uint32_t first = BINS - (thread_id() + 1u) * EACH, count[EACH], sum = 0, total;  // work-item 0 has the largest keys
-  UNROLL
-  for (uint32_t i = 0; i < EACH; i += 4) {
-    words16 four = *(const words16*)(histogram + first + i);
-    UNROLL
-    for (uint32_t j = 0; j < 4; j++) count[i + j] = four.w[j];
-  }
-  UNROLL
-  for (uint32_t i = 0; i < EACH; i++) sum += count[i];
-  uint32_t above = block_scan<SCORE_THREADS>(sum, lds, &total);
-  UNROLL
-  for (uint32_t i = EACH; i-- > 0;) {
-    if (above < k && k <= above + count[i]) {
-      threshold[0] = first + i;
-      threshold[1] = k - above;
-    }
-    above += count[i];
-  }
-}
-
 template <class T> DEVICE void score_row(const step_score_args& a) {
+  constexpr bool TILES = tile_a<T>::WORDS <= 8;
   SHARED(float, gates, HEADS_MAX);
-  SHARED(uint32_t, counted, BINS);
-  uint32_t t = thread_id(), row = block_y();
+  SHARED(words16, counted, BINS / 4);
+  SHARED(words16, query, QUERY_MAX / 4);  // as floats, or as fragments
+  static_assert(!TILES || 2 * STEPS * tile_a<T>::WORDS * TILE_LANES <= QUERY_MAX, "the fragments fit");
+  uint32_t t = thread_id(), row = block_y(), session = (uint32_t)((const int32_t*)a.sessions)[row];
   int32_t position = ((const int32_t*)a.positions)[row];
-  if (position < (int32_t)a.k) return;
-  const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[row] * a.table_stride;
-  if (t < HEADS_MAX) gates[t] = t < a.heads ? ((const float*)a.gate)[(uint64_t)row * a.heads + t] * a.head_scale : 0.0f;
-  for (uint32_t i = t; i < BINS; i += SCORE_THREADS) counted[i] = 0;
-  block_sync();
-  scored_row s = {(float*)a.scores + (uint64_t)row * a.score_stride, counted, (uint32_t)position + 1u};
-  if constexpr (tile_a<T>::WORDS <= 8) {
-    if (a.dim == TILE_DIM && a.heads <= TILE_HEADS) score_tiles<T>(a, row, table, gates, s);
-    else score_keys<T>(a, row, table, gates, s);
-  } else {
-    score_keys<T>(a, row, table, gates, s);
+  float gate = t < a.heads ? ((const float*)a.gate)[(uint64_t)row * a.heads + t] * a.head_scale : 0.0f;
+  for (uint32_t i = t; i < BINS / 4; i += SCORE_THREADS) counted[i] = {{0, 0, 0, 0}};
+  if (t < HEADS_MAX) gates[t] = gate;
+  bool tiled = TILES && a.dim == TILE_DIM && a.heads <= TILE_HEADS;
+  if constexpr (TILES) {
+    if (tiled) stage_query<T>(a, row, query);
   }
+  block_sync();
+  if (position < (int32_t)a.k) return;
+  const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)session * a.table_stride;
+  scored_row s = {(float*)a.scores + (uint64_t)row * a.score_stride, (uint32_t*)counted, (uint32_t)position + 1u};
+  if constexpr (TILES) {
+    if (tiled) score_tiles<T>(a, query, table, gates, s);
+  }
+  if (!tiled) score_keys<T>(a, row, table, gates, (float*)query, s);
   block_sync();
   uint32_t* histogram = (uint32_t*)a.histogram + (uint64_t)row * BINS;
-  for (uint32_t i = t; i < BINS; i += SCORE_THREADS) {
-    if (counted[i]) global_add(&histogram[i], counted[i]);
-  }
-  if (!arrives_last((uint32_t*)a.arrivals + row, a.blocks)) return;
-  find_bin(histogram, a.k, (uint32_t*)a.threshold + row * 2u);
-}
-
-// Where the rows of one query row lie.
-struct placing {
-  hotcache::hot_buffer h;
-  hotcache::slot_table s;
-  const uint64_t* table;
-};
-DEVICE placing open_place(const step_topk_args& a, uint32_t row) {
-  placing p = {};
-  uint64_t session = (uint64_t)((const int32_t*)a.sessions)[row];
-  if (a.place == 1) p.table = (const uint64_t*)a.tables + session * a.table_stride;
-  if (a.place == 2) {
-    uint64_t index = session * a.groups + a.group;
-    p.h = hotcache::open_buffer(((const kv_state*)a.states)[session], a.ring_rows, a.row_bytes);
-    p.s = {(int32_t*)a.slot_of + index * a.table_positions, nullptr, (uint32_t*)a.used + index * a.slots, (uint32_t*)a.filled + index * a.slots};
-  }
-  return p;
-}
-
-// The first `count` of `chosen` in order become the selection, with their plan; two of them a work-item.
-DEVICE void emit(const step_topk_args& a, uint32_t row, const int32_t* chosen, uint32_t count) {
-  int32_t position[2], slot[2] = {hotcache::NOWHERE, hotcache::NOWHERE};
-  uint32_t first = thread_id() * 2u, filled[2] = {0, 0};
-  uint64_t at = (uint64_t)row * a.k + first;
-  placing where = open_place(a, row);
-  UNROLL
-  for (uint32_t i = 0; i < 2; i++) position[i] = first + i < count ? chosen[first + i] : -1;
-  if (a.place == 2) {
+  for (uint32_t i = t; i < BINS / 4; i += SCORE_THREADS) {
+    words16 four = counted[i];
     UNROLL
-    for (uint32_t i = 0; i < 2; i++) slot[i] = where.s.slot_of[position[i] < 0 ? 0 : position[i]];
-    UNROLL
-    for (uint32_t i = 0; i < 2; i++) filled[i] = where.s.filled[slot[i] < 0 ? 0 : slot[i]];
-  }
-  UNROLL
-  for (uint32_t i = 0; i < 2; i++) {
-    if (first + i >= a.k) break;
-    uint64_t reference = 0;
-    if (position[i] >= 0 && a.place == 1) {
-      reference = hotcache::extent_row(where.table, (uint32_t)position[i], a.extent_rows, a.row_bytes) | hotcache::EXTENT;
-    } else if (position[i] >= 0 && a.place == 2) {
-      reference = hotcache::look_up(where.h, where.s, position[i], slot[i], filled[i]);
+    for (uint32_t j = 0; j < 4; j++) {
+      if (four.w[j]) global_add(&histogram[4 * i + j], four.w[j]);
     }
-    ((int32_t*)a.selected)[at + i] = position[i];
-    if (a.place) ((uint64_t*)a.plan)[at + i] = reference;
   }
-  if (thread_id() == 0) ((int32_t*)a.counts)[row] = (int32_t)count;
 }
 
-// Candidates are ranked by the rest of their key, then by position, the lowest first; ranks differ.
+// An entry: what may be selected. Above the bin, or of the bin, ranked by the rest of the key, then by position, the lowest first; entries differ.
 constexpr uint32_t POSITION_LAST = (1u << POSITION_BITS) - 1u;
-DEVICE uint64_t rank_of(uint32_t key, uint32_t p) { return (uint64_t)(key & ((1u << BIN_SHIFT) - 1u)) << POSITION_BITS | (POSITION_LAST - p); }
-DEVICE uint32_t position_of(uint64_t rank) { return POSITION_LAST - ((uint32_t)rank & POSITION_LAST); }
+constexpr uint64_t ABOVE = (uint64_t)1 << RANK_BITS;
+DEVICE uint64_t entry_of(uint32_t key, uint32_t bin, uint32_t p) {
+  uint64_t rank = (uint64_t)(key & ((1u << BIN_SHIFT) - 1u)) << POSITION_BITS | (POSITION_LAST - p);
+  return key >> BIN_SHIFT == bin ? rank : ABOVE | rank;
+}
+DEVICE uint32_t position_of(uint64_t entry) { return POSITION_LAST - ((uint32_t)entry & POSITION_LAST); }
 
-// 32 positions a work-item: bits of those whose key lies above the bin; those in it join the list.
-DEVICE void sort_out(const step_topk_args& a, uint32_t row, uint32_t n, uint32_t bin) {
-  SHARED(uint32_t, joining, 2);  // how many of this block, and where in the list
-  const float* scores = (const float*)a.scores + (uint64_t)row * a.score_stride;
-  uint32_t* bitmap = (uint32_t*)a.bitmap + (uint64_t)row * a.bitmap_stride;
-  uint64_t* list = (uint64_t*)a.candidates + (uint64_t)row * a.score_stride;
-  uint32_t words = (n + 31u) / 32u, low = bin << BIN_SHIFT, size = 1u << BIN_SHIFT;
-  for (uint32_t first = 0; first < words; first += THREADS * a.blocks) {
-    uint32_t word = first + thread_id() * a.blocks + block_x(), above = 0, inside = 0, count = 0;
-    if (thread_id() == 0) joining[0] = 0;
-    block_sync();
-    if (word < words) {
-      uint32_t bits[32];
-      UNROLL
-      for (uint32_t i = 0; i < 32; i += 4) {
-        words16 four = *(const words16*)(scores + word * 32u + i);  // columns past n lie within the stride
-        UNROLL
-        for (uint32_t j = 0; j < 4; j++) bits[i + j] = four.w[j];
-      }
-      UNROLL
-      for (uint32_t i = 0; i < 32; i++) {
-        uint32_t key = order_key(float_of(bits[i]));
-        above |= key >= low + size ? 1u << i : 0u;
-        inside |= key - low < size ? 1u << i : 0u;
-      }
-      uint32_t mask = n - word * 32u < 32u ? (1u << (n - word * 32u)) - 1u : ~0u;
-      above &= mask;
-      inside &= mask;
-      if (above) bitmap[word] = above;
-      count = bit_count(inside);
-    }
-    uint32_t at = count ? lds_add(&joining[0], count) : 0u;
-    block_sync();
-    if (thread_id() == 0 && joining[0]) joining[1] = global_add((uint32_t*)a.candidate_counts + row, joining[0]);
-    block_sync();
-    at += joining[1];
-    for (; inside; inside &= inside - 1u) {
-      uint32_t p = word * 32u + lowest_bit(inside);
-      list[at++] = rank_of(order_key(scores[p]), p);
-    }
+struct threshold {
+  uint32_t bin, wanted;  // how many of the bin are selected
+};
+// The bin that holds the k-th largest of the counted keys. counts: of the work-item's bins; work-item 0 has the largest keys.
+DEVICE void find_bin(const uint32_t* counts, uint32_t k, threshold* found, uint32_t* lds) {
+  uint32_t total, above = block_scan<THREADS>(counts[0] + counts[1] + counts[2] + counts[3], lds, &total);
+  UNROLL
+  for (uint32_t i = BINS_EACH; i-- > 0;) {
+    if (above < k && k <= above + counts[i]) *found = {BINS - BINS_EACH * (thread_id() + 1u) + i, k - above};
+    above += counts[i];
   }
+  block_sync();
+}
+DEVICE void load_bins(const uint32_t* histogram, uint32_t* counts) {
+  words16 four = *(const words16*)(histogram + bin_place(BINS_EACH * (THREADS - 1u - thread_id())));
+  UNROLL
+  for (uint32_t i = 0; i < BINS_EACH; i++) counts[i] = four.w[i];
+}
+
+DEVICE void load_scores(const float* scores, uint32_t first, uint32_t* bits) {
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i += 4) {
+    words16 four = *(const words16*)(scores + first + i);
+    UNROLL
+    for (uint32_t j = 0; j < 4; j++) bits[i + j] = four.w[j];
+  }
+}
+
+// Entries of positions [begin, stop) in ascending order. bits: the work-item's first scores. Returns how many there are.
+DEVICE uint32_t list_entries(const step_topk_args& a, const float* scores, uint32_t begin, uint32_t stop, uint32_t bin, uint32_t* bits, uint64_t* list,
+                             uint32_t* lds) {
+  uint32_t listed = 0;
+  for (uint32_t span = begin; span < stop; span += SPAN) {
+    uint32_t first = span + thread_id() * EACH, total, count = 0, taken = 0;
+    if (span != begin) load_scores(scores, first < a.score_stride ? first : 0u, bits);
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      bits[i] = order_key(float_of(bits[i]));
+      taken |= first + i < stop && bits[i] >> BIN_SHIFT >= bin ? 1u << i : 0u;
+      count += taken >> i & 1u;
+    }
+    uint64_t* to = list + begin + listed + block_scan<THREADS>(count, lds, &total);
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      if (taken >> i & 1u) *to++ = entry_of(bits[i], bin, first + i);
+    }
+    listed += total;
+  }
+  return listed;
+}
+
+// The entries of a row, those of one block after those of the other.
+struct listed {
+  const uint64_t* entries;
+  const uint32_t* starts;  // LDS: of the blocks, then their end
+  uint32_t blocks, reach;  // a block's entries start `reach` after those of the block before
+  uint32_t count;
+};
+// HELD entries from `first` on; returns a bit for each of them that there is.
+DEVICE uint32_t load_entries(const listed& l, uint32_t first, uint64_t* e) {
+  uint32_t block = 0, found = 0;
+  UNROLL
+  for (uint32_t step = BLOCKS_MAX / 2; step; step /= 2) {
+    if (block + step < l.blocks && l.starts[block + step] <= first) block += step;
+  }
+  UNROLL
+  for (uint32_t i = 0; i < HELD; i++) {
+    while (block + 1u < l.blocks && l.starts[block + 1u] <= first + i) block++;
+    bool inside = first + i < l.count;
+    e[i] = l.entries[inside ? (uint64_t)block * l.reach + (first + i - l.starts[block]) : 0u];
+    found |= inside ? 1u << i : 0u;
+  }
+  return found;
 }
 
 struct digit_found {
   uint32_t digit, wanted, weight;
 };
 
-// Positions of the `wanted` best of `count` candidates, unordered, into `chosen`. The first HELD * THREADS are in `held`, the others in `list`.
-DEVICE void choose(const uint64_t* held, const uint64_t* list, uint32_t count, uint32_t wanted, uint32_t* histogram, uint32_t* lds,
-                   uint32_t* chosen) {
+// The lowest of the `wanted` best of the bin's entries, `count` in number; 0 where all are wanted. held: those that the work-item has, as `valid` says.
+// Others: from `rest` on.
+DEVICE uint64_t lowest_chosen(const listed& l, const uint64_t* held, uint32_t valid, uint32_t rest, uint32_t count, uint32_t wanted, uint32_t* histogram,
+                              uint32_t* lds) {
   SHARED(digit_found, found, 1);
-  SHARED(uint32_t, taken, 1);
   uint32_t t = thread_id(), left = wanted;
-  uint64_t prefix = 0, lowest = 0;  // chosen: ranks from `lowest` on
-  auto visit = [&](const auto& see) {
-    UNROLL
-    for (uint32_t i = 0; i < HELD; i++) {
-      if (i * THREADS + t < count) see(held[i]);
-    }
-    for (uint32_t i = HELD * THREADS + t; i < count; i += THREADS) see(list[i]);
-  };
-  if (t == 0) taken[0] = 0;
+  uint64_t prefix = 0, lowest = 0;
   for (uint32_t shift = RANK_BITS; shift && left != count;) {
     uint32_t above = shift;
     shift -= DIGIT_BITS;
     histogram[t] = 0;
     block_sync();
     uint32_t run = 0, run_digit = 0, total;  // equal digits in a row are added at once: all at one address would be slow
-    visit([&](uint64_t rank) {
-      if (rank >> above != prefix) return;
-      uint32_t digit = (uint32_t)(rank >> shift) & (THREADS - 1u);
+    auto see = [&](uint64_t entry) {
+      if (entry >> above != prefix) return;
+      uint32_t digit = (uint32_t)(entry >> shift) & (THREADS - 1u);
       if (run && digit != run_digit) {
         lds_add(&histogram[run_digit], run);
         run = 0;
       }
       run_digit = digit;
       run++;
-    });
+    };
+    UNROLL
+    for (uint32_t i = 0; i < HELD; i++) {
+      if (valid >> i & 1u) see(held[i]);
+    }
+    for (uint32_t first = rest + t * HELD; first < l.count; first += THREADS * HELD) {
+      uint64_t more[HELD];
+      uint32_t found = load_entries(l, first, more);
+      UNROLL
+      for (uint32_t i = 0; i < HELD; i++) {
+        if (found >> i & 1u) see(more[i]);
+      }
+    }
     if (run) lds_add(&histogram[run_digit], run);
     block_sync();
     uint32_t digit = THREADS - 1u - t, weight = histogram[digit], before = block_scan<THREADS>(weight, lds, &total);
@@ -314,82 +330,126 @@ DEVICE void choose(const uint64_t* held, const uint64_t* list, uint32_t count, u
     prefix = prefix << DIGIT_BITS | found[0].digit;
     lowest = prefix << shift;
     left = found[0].wanted;
-    if (left == found[0].weight) break;  // every rank of this prefix
+    if (left == found[0].weight) break;  // every entry of this prefix
   }
-  block_sync();
-  visit([&](uint64_t rank) {
-    if (rank >= lowest) chosen[lds_add(&taken[0], 1u)] = position_of(rank);
-  });
+  return lowest;
 }
 
-// WORDS words from `at` on, 0 past the end; a bitmap is whole multiples of WORDS.
-DEVICE void load_bits(const uint32_t* bitmap, uint32_t at, uint32_t words, uint32_t* word) {
-  static_assert(WORDS == 4, "one load of 16 bytes");
-  words16 four = *(const words16*)(bitmap + (at < words ? at : 0u));
-  UNROLL
-  for (uint32_t i = 0; i < WORDS; i++) word[i] = at < words ? four.w[i] : 0u;
-}
-
-// Positions of the bitmap and of `extra` in ascending order; the bitmap is 0 afterwards. first_words: those of this work-item in the first window.
-DEVICE void order_positions(uint32_t* bitmap, uint32_t words, const uint32_t* first_words, const uint32_t* extra, uint32_t extra_count,
-                            uint32_t* marks, uint32_t* lds, int32_t* sorted) {
-  uint32_t t = thread_id(), done = 0, total;
-  for (uint32_t window = 0; window < words; window += THREADS * WORDS) {
-    uint32_t at = window + t * WORDS, word[WORDS], count = 0;
+// Positions of the entries from `lowest` on, ascending. k: never more, whatever the histogram was.
+DEVICE void select_entries(const listed& l, uint64_t* held, uint32_t valid, uint32_t rest, uint64_t lowest, uint32_t k, int32_t* selected,
+                           uint32_t* lds) {
+  uint32_t done = 0, total;
+  for (uint32_t window = 0; window == 0 || window < l.count; window = window ? window + THREADS * HELD : rest) {
+    uint32_t count = 0;
+    if (window) valid = load_entries(l, window + thread_id() * HELD, held);
     UNROLL
-    for (uint32_t i = 0; i < WORDS; i++) {
-      word[i] = first_words[i];
-      marks[t * WORDS + i] = 0;
-    }
-    if (window) load_bits(bitmap, at, words, word);
-    block_sync();
-    for (uint32_t i = t; i < extra_count; i += THREADS) {
-      uint32_t w = extra[i] / 32u - window;  // wraps before the window
-      if (w < THREADS * WORDS) lds_add(&marks[w], 1u << extra[i] % 32u);
-    }
-    block_sync();
-    UNROLL
-    for (uint32_t i = 0; i < WORDS; i++) {
-      if (word[i]) bitmap[at + i] = 0;  // what lies past the end is 0
-      word[i] |= marks[t * WORDS + i];
-      count += bit_count(word[i]);
-    }
+    for (uint32_t i = 0; i < HELD; i++) count += valid >> i & 1u && held[i] >= lowest ? 1u : 0u;
     uint32_t rank = done + block_scan<THREADS>(count, lds, &total);
     done += total;
     UNROLL
-    for (uint32_t i = 0; i < WORDS; i++) {
-      for (uint32_t bits = word[i]; bits; bits &= bits - 1u) sorted[rank++] = (int32_t)((at + i) * 32u + lowest_bit(bits));
+    for (uint32_t i = 0; i < HELD; i++) {
+      if (valid >> i & 1u && held[i] >= lowest && rank < k) selected[rank++] = (int32_t)position_of(held[i]);
     }
   }
 }
 
-// What the last block of a row does. Its first loads do not wait for the number of candidates.
-DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t n, uint32_t wanted) {
+// What the last block of a row does; `blocks` blocks have listed entries. It loads the first `share` entries of every block while it does not know
+// their number yet; if a block has more, all are loaded again by their place in the list.
+DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, uint32_t reach, uint32_t wanted, uint32_t* lds) {
   SHARED(uint32_t, histogram, THREADS);
-  SHARED(uint32_t, marks, THREADS * WORDS);
-  SHARED(uint32_t, chosen, K_MAX);
-  SHARED(int32_t, sorted, K_MAX);
-  SHARED(uint32_t, lds, BLOCK_SCAN);
-  uint32_t t = thread_id(), words = (n + 31u) / 32u, word[WORDS];
-  uint32_t* bitmap = (uint32_t*)a.bitmap + (uint64_t)row * a.bitmap_stride;
-  uint32_t* candidate_count = (uint32_t*)a.candidate_counts + row;
-  const uint64_t* list = (const uint64_t*)a.candidates + (uint64_t)row * a.score_stride;
+  SHARED(uint32_t, starts, BLOCKS_MAX + 1);
+  SHARED(uint32_t, more, 1);
+  uint32_t share = THREADS / blocks * HELD, t = thread_id(), source = t * HELD / share, at = t * HELD % share, valid = 0, total;
+  const uint64_t* entries = (const uint64_t*)a.entries + (uint64_t)row * a.score_stride;
   uint64_t held[HELD];
-  uint32_t count = *candidate_count;
   UNROLL
-  for (uint32_t i = 0; i < HELD; i++) held[i] = list[i * THREADS + t < a.score_stride ? i * THREADS + t : 0u];
-  load_bits(bitmap, t * WORDS, words, word);
-  choose(held, list, count, wanted, histogram, lds, chosen);
+  for (uint32_t i = 0; i < HELD; i += 2) {
+    uint64_t place = (uint64_t)source * reach + at + i;
+    words16 pair = *(const words16*)(entries + (source < blocks && place < a.score_stride ? place : 0u));  // a row of entries is an even number
+    held[i] = (uint64_t)pair.w[1] << 32 | pair.w[0];
+    held[i + 1] = (uint64_t)pair.w[3] << 32 | pair.w[2];
+  }
+  uint32_t mine = t < blocks ? ((const uint32_t*)a.entry_counts)[(uint64_t)row * a.count_stride + t] : 0u;
+  int32_t *selected = (int32_t*)a.selected + (uint64_t)row * a.k, drawn[K_MAX / THREADS] = {};
+  if (a.drawn) {
+    const int32_t* from = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
+    UNROLL
+    for (uint32_t i = 0; i < K_MAX / THREADS; i++) drawn[i] = from[t + i * THREADS < a.k ? t + i * THREADS : 0u];
+  }
+  ((words16*)a.cleared)[(uint64_t)row * (BINS / 4) + t] = {{0, 0, 0, 0}};
+  if (t == 0) more[0] = 0;
   block_sync();
-  if (t == 0) *candidate_count = 0;
-  order_positions(bitmap, words, word, chosen, wanted, marks, lds, sorted);
+  if (mine > share) more[0] = 1;
+  uint32_t start = block_scan<THREADS>(mine, lds, &total);
+  starts[t] = start;
+  if (t == 0) starts[BLOCKS_MAX] = total;
   block_sync();
-  if (!a.drawn) return emit(a, row, sorted, a.k);
-  const int32_t* drawn = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
-  uint32_t mine = 0, drawn_count;
-  for (uint32_t i = t; i < a.k; i += THREADS) mine += drawn[i] >= 0 ? 1u : 0u;
-  block_scan<THREADS>(mine, lds, &drawn_count);
-  emit(a, row, drawn, drawn_count);
+  listed l = {entries, starts, blocks, reach, total};
+  uint32_t rest = total;
+  if (more[0]) {
+    valid = load_entries(l, t * HELD, held);
+    rest = THREADS * HELD;
+  } else if (source < blocks) {
+    uint32_t listed_there = starts[source + 1u] - starts[source];
+    UNROLL
+    for (uint32_t i = 0; i < HELD; i++) valid |= at + i < listed_there ? 1u << i : 0u;
+  }
+  uint64_t lowest = lowest_chosen(l, held, valid, rest, total - (a.k - wanted), wanted, histogram, lds);
+  uint32_t count = a.k;
+  if (a.drawn) {
+    uint32_t some = 0;
+    UNROLL
+    for (uint32_t i = 0; i < K_MAX / THREADS; i++) {
+      if (t + i * THREADS >= a.k) break;
+      selected[t + i * THREADS] = drawn[i];
+      some += drawn[i] >= 0 ? 1u : 0u;
+    }
+    block_scan<THREADS>(some, lds, &count);
+  } else {
+    select_entries(l, held, valid, rest, lowest, a.k, selected, lds);
+  }
+  if (t == 0) ((int32_t*)a.counts)[row] = (int32_t)count;
+}
+
+// The first position + 1 positions, all there are.
+DEVICE void select_all(const step_topk_args& a, uint32_t row, int32_t position) {
+  for (uint32_t i = thread_id(); i < a.k; i += THREADS) ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = (int32_t)i <= position ? (int32_t)i : -1;
+  if (thread_id() == 0) ((int32_t*)a.counts)[row] = position + 1;
+}
+
+// The first blocks load histogram and scores before they know the row's position.
+DEVICE void select_row(const step_topk_args& a, uint32_t row) {
+  SHARED(uint32_t, lds, BLOCK_SCAN);
+  SHARED(threshold, limit, 1);
+  uint32_t t = thread_id(), counts[BINS_EACH], bits[EACH];
+  bool one_span = (uint64_t)a.blocks * SPAN >= a.score_stride, eager = one_span && block_x() < EAGER_BLOCKS;
+  const float* scores = (const float*)a.scores + (uint64_t)row * a.score_stride;
+  const uint32_t* histogram = (const uint32_t*)a.histogram + (uint64_t)row * BINS;
+  int32_t position = ((const int32_t*)a.positions)[row];
+  if (eager) {
+    uint32_t first = block_x() * SPAN + t * EACH;
+    load_bins(histogram, counts);
+    load_scores(scores, first < a.score_stride ? first : 0u, bits);
+  }
+  block_sync();  // else the loads move behind the wait for the position
+  uint32_t n = (uint32_t)position + 1u, spans = (n + SPAN - 1u) / SPAN;
+  uint32_t reach = one_span ? SPAN : (spans + a.blocks - 1u) / a.blocks * SPAN;
+  if (position < (int32_t)a.k) {
+    if (block_x() == 0) select_all(a, row, position);
+    return;
+  }
+  if (block_x() * reach >= n) return;
+  uint32_t begin = block_x() * reach, stop = begin + reach < n ? begin + reach : n, blocks = (n + reach - 1u) / reach;
+  if (!eager) {
+    uint32_t first = begin + t * EACH;
+    load_bins(histogram, counts);
+    load_scores(scores, first < a.score_stride ? first : 0u, bits);
+  }
+  find_bin(counts, a.k, limit, lds);
+  uint64_t* entries = (uint64_t*)a.entries + (uint64_t)row * a.score_stride;
+  uint32_t count = list_entries(a, scores, begin, stop, limit[0].bin, bits, entries, lds);
+  if (t == 0) ((uint32_t*)a.entry_counts)[(uint64_t)row * a.count_stride + block_x()] = count;
+  if (arrives_last((uint32_t*)a.arrivals + row, blocks)) finish_row(a, row, blocks, reach, limit[0].wanted, lds);
 }
 
 }  // namespace step_select
@@ -397,23 +457,7 @@ DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t n, uint32
 // LAUNCH step_score_f32 block=256 bins=4096 heads_max=64 dim_max=128 query_max=4096 tile=16
 KERNEL(step_score_f32, step_score_args, 256) { step_select::score_row<float>(a); }
 // LAUNCH step_score_bf16 block=256 bins=4096 heads_max=64 dim_max=128 query_max=4096 tile=16
-KERNEL(step_score_bf16, step_score_args, 256) { step_select::score_row<bf16>(a); }
+PAIR_KERNEL(step_score_bf16, step_score_args, 256) { step_select::score_row<bf16>(a); }
 
-// LAUNCH step_topk block=1024 k_max=2048
-KERNEL(step_topk, step_topk_args, 1024) {
-  using namespace step_select;
-  SHARED(int32_t, identity, K_MAX);
-  uint32_t t = thread_id(), row = block_y();
-  int32_t position = ((const int32_t*)a.positions)[row];
-  if (position < (int32_t)a.k) {
-    if (block_x() != 0) return;
-    for (uint32_t i = t; i < K_MAX; i += THREADS) identity[i] = (int32_t)i;
-    block_sync();
-    emit(a, row, identity, (uint32_t)(position + 1));
-    return;
-  }
-  uint32_t bin = ((const uint32_t*)a.threshold)[row * 2u], wanted = ((const uint32_t*)a.threshold)[row * 2u + 1u], n = (uint32_t)position + 1u;
-  for (uint32_t i = block_x() * THREADS + t; i < BINS; i += a.blocks * THREADS) ((uint32_t*)a.histogram)[(uint64_t)row * BINS + i] = 0;
-  sort_out(a, row, n, bin);
-  if (arrives_last((uint32_t*)a.arrivals + row, a.blocks)) finish_row(a, row, n, wanted);
-}
+// LAUNCH step_topk block=1024 k_max=2048 blocks_max=1024
+KERNEL(step_topk, step_topk_args, 1024) { step_select::select_row(a, block_y()); }

@@ -121,19 +121,25 @@ def test_expert_products_name_the_variants_that_exist(make: Make) -> None:
         experts.expert_matmul(x.device.default_stream, x, Matrix.plain(make(F32, 4, 6, 8)), make(BF16, 2, 3, 6), (make(I32, 5), make(I32, 2, 3)))
 
 
-@pytest.mark.parametrize(("vocab", "tops", "text"), [(524_289, 4, "vocab is 524289"), (64, 33, "top ids dim 1 is 33")])
-def test_sample(make: Make, vocab: int, tops: int, text: str) -> None:
-    logits = make(F32, 1, vocab)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "tops", "text"),
+    [(1, 64, 33, "top ids dim 1 is 33"), (3, 64, 4, "logits dim 0 is 3, expected at most 2"), (1, 65, 4, "logits dim 1 is 65, expected 64")],
+)
+def test_sample(make: Make, rows: int, vocab: int, tops: int, text: str) -> None:
+    logits = make(F32, rows, vocab)
+    device = logits.device
+    scratch = sampling.SampleScratch.make(device, 2, 64, "check")
+    outputs = make(I32, rows), make(F32, rows), (make(I32, rows, tops), make(F32, rows, tops))
     with pytest.raises(ContractError, match=text):
-        sampling.sample(
-            logits.device.default_stream,
-            logits,
-            make(U8, 1, sampling.ROW_BYTES),
-            None,
-            make(I32, 1),
-            make(F32, 1),
-            (make(I32, 1, tops), make(F32, 1, tops)),
-        )
+        sampling.sample(device.default_stream, scratch, logits, make(U8, rows, sampling.ROW_BYTES), None, *outputs)
+    scratch.free()
+
+
+@pytest.mark.parametrize(("rows", "vocab", "text"), [(0, 64, "rows_max is 0"), (1, 524_289, "vocab is 524289"), (1, 0, "vocab is 0")])
+def test_sample_scratch(make: Make, rows: int, vocab: int, text: str) -> None:
+    device = make(F32, 1, 1).device
+    with pytest.raises(ContractError, match=text):
+        sampling.SampleScratch.make(device, rows, vocab, "check")
 
 
 def test_packed_rows_hold_the_ends_of_every_range() -> None:
@@ -158,4 +164,3 @@ def test_costs_at_the_released_widths() -> None:
     assert (down.bytes, down.flops) == (8 * 2 * (6144 + 2048) + 8 * 2 * 6144 * 2048, 2 * 8 * 6144 * 2048)
     assert experts.cost_expert_sum(rows=1, slots=8, width=6144, item_bytes=2).bytes == 6144 * 11 * 2 + 32
     assert sampling.cost_sample(rows=1, vocab=154_880).bytes == 619_520
-    assert sampling.cost_mark_seen(count=3).bytes == 27

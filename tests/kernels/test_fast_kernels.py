@@ -15,7 +15,7 @@ from glm53.hip.module import Kernel, object_path
 
 Launch = Callable[..., None]
 # Buffers whose content after a launch means nothing, by field of the argument struct.
-SCRATCH = {"step_topk": ("candidates",)}
+SCRATCH = {"step_topk": ("entries", "entry_counts")}
 
 
 class HostKernel(ctypes.Structure):

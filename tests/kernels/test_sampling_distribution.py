@@ -19,6 +19,7 @@ from glm53.ops import sampling
 from glm53.spec import DType
 
 DRAWS = 20_480
+LAUNCH_ROWS = 2048
 SEED = 0xC0FFEE1234567890
 LOGITS = np.array([0.3, 2.1, -1.0, 1.7, 0.0, 1.2, -1.5, 2.0, 0.9, -0.5, 1.1, 0.6], np.float32)
 SEEN = np.array([0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 1], np.uint8)
@@ -58,13 +59,19 @@ def expected(draw: Draw) -> np.ndarray:
 
 
 def draw_tokens(device: Device, draws: list[Draw]) -> np.ndarray:
-    """One token for each of `draws`, all from LOGITS, in one launch."""
+    """One token for each of `draws`, all from LOGITS."""
+    found = []
     with Bench(device) as bench:
-        rows = len(draws)
-        tokens, logprobs = bench.poison(DType.I32, (rows,)), bench.poison(DType.F32, (rows,))
-        params = bench.put(sampling.pack_rows([(d, d.seed, d.position, d.seen_row) for d in draws]))
-        sampling.sample(bench.stream, bench.put(np.tile(LOGITS, (rows, 1))), params, bench.put(SEEN[None]), tokens, logprobs, None)
-        return bench.read(tokens)
+        logits, seen = bench.put(np.tile(LOGITS, (LAUNCH_ROWS, 1))), bench.put(SEEN[None])
+        scratch = sampling.SampleScratch.make(device, LAUNCH_ROWS, len(LOGITS), "check")
+        for first in range(0, len(draws), LAUNCH_ROWS):
+            some = draws[first : first + LAUNCH_ROWS]
+            tokens, logprobs = bench.poison(DType.I32, (len(some),)), bench.poison(DType.F32, (len(some),))
+            params = bench.put(sampling.pack_rows([(d, d.seed, d.position, d.seen_row) for d in some]))
+            sampling.sample(bench.stream, scratch, logits.slice(0, len(some)), params, seen, tokens, logprobs, None, sampling.Stage.of(some))
+            found.append(bench.read(tokens))
+        scratch.free()
+    return np.concatenate(found)
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, float]:

@@ -38,6 +38,23 @@ def test_segments_are_matched(device: Device, make: Make) -> None:
         step.gemv(stream, x, [Segment(Matrix.plain(make(BF16, 128, 128)), x)])
 
 
+def test_weights_of_a_launch_have_one_format(device: Device, make: Make) -> None:
+    stream = device.default_stream
+    plain, codes = Matrix.plain(make(BF16, 6, 128)), quantised(make, 6, 128)
+    for dtype in (F32, BF16):
+        x, y, z = make(dtype, 2, 128), make(dtype, 2, 6), make(dtype, 2, 6)
+        with pytest.raises(ContractError, match="weight 1 is q8g64, expected bf16, the format of weight 0"):
+            step.gemv(stream, x, [Segment(plain, y), Segment(codes, z)])
+        with pytest.raises(ContractError, match="weight 0 is q4g64, expected one of"):
+            nibbles = Matrix(make(DType.U8, 6, 64), make(DType.U16, 6, 2), WeightFormat.Q4G64)
+            step.gemv(stream, x, [Segment(nibbles, y)])
+    with pytest.raises(ContractError, match="weight 0 is f32, expected one of bf16, q8g64 beside bf16 x"):
+        step.gemv(stream, make(BF16, 2, 128), [Segment(Matrix.plain(make(F32, 6, 128)), make(BF16, 2, 6))])
+    for k in (100, 56):
+        with pytest.raises(ContractError, match=f"weight 0 has k={k}"):
+            step.gemv(stream, make(BF16, 2, k), [Segment(Matrix.plain(make(BF16, 6, k)), make(BF16, 2, 6))])
+
+
 def test_norm_and_h(device: Device, make: Make) -> None:
     stream, x = device.default_stream, make(F32, 1, 64)
     segment = Segment(quantised(make, 4, 64), make(F32, 1, 4))
@@ -81,6 +98,9 @@ def test_parts_are_matched(device: Device, make: Make) -> None:
     with pytest.raises(ContractError, match="segment 0 is STORE, expected STORE_F32"):
         step.gemv(stream, x, [Segment(quantised(make, 8, 64), y)], part=router)
     with pytest.raises(ContractError, match="slots is 9, expected at most 8"):
+        step.gemv(stream, x, [Segment(quantised(make, 8, 64), logits, Epilogue.STORE_F32)], part=router)
+    router = step.RouterPart(make(F32, 8), make(DType.I32, 2, 4), make(F32, 2, 4), make(DType.U32, 1), 1, 1, True, 1.0)
+    with pytest.raises(ContractError, match="weight 0 is q8g64, expected f32: the router's"):
         step.gemv(stream, x, [Segment(quantised(make, 8, 64), logits, Epilogue.STORE_F32)], part=router)
     row = step.RowsPart(make(BF16, 2, 72), make(BF16, 64), 1e-6, make(DType.U64, 2), (0, 0, 0, 0), RowFormat.Q8G64, 64)
     segments = [Segment(quantised(make, 8, 64), y)]

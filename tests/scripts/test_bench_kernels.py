@@ -34,7 +34,8 @@ STEP_KERNELS = {
     "step_expand_bf16",
     "step_experts_bf16_q4g64",
     "step_down_bf16_q4g64",
-    "sample",
+    "sample_best",
+    "sample_draw",
     "step_end",
 }
 
@@ -78,10 +79,10 @@ def test_every_kernel_of_a_step_is_timed(load: Any, tiny: tuple[dict[str, Any], 
     steps = [row for row in found if row["part"] != "prefill"]
     assert {row["kernel"] for row in steps} == STEP_KERNELS <= set(manifest()["kernels"])
     ops = {row["op"] for row in steps}
-    assert ops == {*load("project_gfx1100.py").OPS, "sample, top-p 0.95", "top-k, hot plan", "q_b, give", "absorb, fetch"}
+    assert ops == {*load("project_gfx1100.py").OPS, "sample, top-p 0.95", "q_b, place", "q_b, give", "absorb, fetch"}
     assert {(row["op"], row["rows"]) for row in steps} == {(op, rows) for op in ops for rows in (1, 2)}
     assert {row["kernel"] for row in found if row["part"] == "prefill"} == {"matmul_tile_bf16_q8g64_bf16", "attend_bf16_q8g64"}
-    assert {row["op"] for row in found if row["history"] is not None} == {"score", "top-k, plan", "top-k, hot plan"}
+    assert {row["op"] for row in found if row["history"] is not None} == {"score", "top-k"}
 
 
 def test_figures_agree(load: Any, tiny: tuple[dict[str, Any], Path]) -> None:
@@ -169,7 +170,7 @@ def write_measured(directory: Path, ops: dict[str, tuple[str, int, float, float]
         writer = csv.writer(file)
         writer.writerow(("part", "op", "kernel", "rows", "history", "bytes", "median us", "% of peak"))
         for op, (kernel, byte_count, us, percent) in ops.items():
-            history = 50_000 if op in ("score", "top-k, plan") else ""
+            history = 50_000 if op in ("score", "top-k") else ""
             writer.writerow(("step", op, kernel, 1, history, byte_count, us, percent))
             writer.writerow(("step", op, kernel, 2, history, 9 * byte_count, 9 * us, 1.0))
             writer.writerow(("prefill", op, kernel, 1, "", 7, 7.0, 1.0))
@@ -186,7 +187,7 @@ def made_up(project: ModuleType) -> dict[str, tuple[str, int, float, float]]:
 def test_projection_of_a_made_up_table(load: Any, tmp_path: Path) -> None:
     project = load("project_gfx1100.py")
     ops = made_up(project)
-    ops["top-k, plan"] = ("step_topk", 864_000, 5.0, 2.0)  # waits for latency: floor 1 us, projected 50 us
+    ops["top-k"] = ("step_topk", 864_000, 5.0, 2.0)  # waits for latency: floor 1 us, projected 50 us
     ops["score"] = ("step_score_bf16", 8_640_000, 2.0, 125.0)  # faster than a copy: counts as 100 %
     measured = project.read_measured(write_measured(tmp_path, ops), 50_000)
     assert measured["q_b"].us == 4.0 and measured["score"].efficiency == 1.0
@@ -227,7 +228,7 @@ def test_projection_says_what_is_missing(load: Any, tmp_path: Path) -> None:
     del ops["absorb"]
     with pytest.raises(Glm53Error, match=r"1 row .* of: absorb; next"):
         project.read_measured(write_measured(tmp_path, ops), 50_000)
-    with pytest.raises(Glm53Error, match="score; top-k, plan"):
+    with pytest.raises(Glm53Error, match="score; top-k"):
         project.read_measured(write_measured(tmp_path, made_up(project)), 60_000)
     measured = project.read_measured(write_measured(tmp_path, made_up(project)), 50_000)
     with pytest.raises(Glm53Error, match="no kernel step_gemv_bf16"):
@@ -238,7 +239,7 @@ def test_projection_of_the_built_object(load: Any, tmp_path: Path) -> None:
     project = load("project_gfx1100.py")
     kernels = dict(zip(project.OPS, ["step_gemv_bf16"] * len(project.OPS), strict=True)) | {
         "score": "step_score_bf16",
-        "top-k, plan": "step_topk",
+        "top-k": "step_topk",
         "attend": "step_attend_bf16_q8g64",
     }
     write_measured(tmp_path, {op: (kernel, *made_up(project)[op][1:]) for op, kernel in kernels.items()})

@@ -1,0 +1,361 @@
+// expert_walk.h - the wave product of step_experts.hip: 32 lanes multiply 32 rows of weights (its columns) by up to 8 rows of bf16 x,
+// in f32, by matrix tiles where there are any. Formats: bf16, q8g64, q4g64 (weight_format.h). A GROUP is 64 consecutive k: what shares a scale.
+//   k >= LONG_K   a block of 8 waves has one set of 32 columns; wave w adds the groups i with i % 8 == w, ascending; the waves' sums are added in LDS
+//                 in the order w = 0 .. 7
+//   else          each wave has 32 columns of its own and adds all groups, ascending
+// Inside a group the sums are the matrix unit's. Without one: 8 chains of fma, chain j over the k with k % 8 == j, ascending; scaled formats start at
+// 0 in each group and add chain * scale to the sums, others go on from group to group; a wave ends with ((0+4)+(2+6))+((1+5)+(3+7)). Either way an
+// output depends on its row of x, its row of weights and k alone.
+#pragma once
+#include "gemv.h"
+
+namespace expert_walk {
+
+constexpr uint32_t THREADS = 256, WAVES = THREADS / 32, COLS = 32, ROWS = 8, GROUP = WEIGHT_GROUP, LONG_K = 1024;
+constexpr uint32_t X_VALUES = 16384;                                            // of x in LDS at once
+constexpr uint32_t PAD_MAX = 32, X_UNITS = (X_VALUES + ROWS * PAD_MAX) / 8;     // with what rows are set apart by
+constexpr uint32_t X_SUMS = X_VALUES / GROUP, SUMS = WAVES * ROWS * COLS;
+
+// LOAD_ROWS: rows of weights of which a work-item loads values, SHARE of each group: `part` says which.
+#if defined(TILE_MMA)
+constexpr bool TILES = true;
+constexpr uint32_t LOAD_ROWS = 4, SHARE = 16, PER_WALK = 8, FLIGHT_WORDS = 64;
+DEVICE uint32_t load_row(uint32_t i) { return tile_lane() / 4 + 8 * i; }
+DEVICE uint32_t part() { return tile_lane() % 4; }
+DEVICE uint32_t x_row() { return tile_lane() / 4; }
+#elif defined(TILE_WMMA)
+constexpr bool TILES = true;
+constexpr uint32_t LOAD_ROWS = 2, SHARE = TILE_WMMA == 1 ? 64 : 32, PER_TILE = TILE_WMMA == 1 ? 4 : 8, PER_WALK = 2 * PER_TILE, FLIGHT_WORDS = 64;
+DEVICE uint32_t load_row(uint32_t i) { return tile_lane() % 16 + 16 * i; }
+DEVICE uint32_t part() { return TILE_WMMA == 1 ? 0u : tile_lane() / 16; }
+DEVICE uint32_t x_row() { return tile_lane() % 16; }
+#else
+constexpr bool TILES = false;
+constexpr uint32_t LOAD_ROWS = 1, SHARE = 64, CHAINS = 8, PER_WALK = ROWS * CHAINS, FLIGHT_WORDS = 32;
+DEVICE uint32_t load_row(uint32_t) { return tile_lane(); }
+DEVICE uint32_t part() { return 0; }
+#endif
+constexpr uint32_t PARTS = GROUP / SHARE;
+
+// A share lies in memory as pieces of PIECE values, 16 bytes or the whole share; piece j of part p starts at value (j * PARTS + p) * PIECE.
+template <class W> constexpr uint32_t piece_values = W::CHUNK < SHARE ? W::CHUNK : SHARE;
+template <class W> constexpr uint32_t piece_words = 4 * piece_values<W> / W::CHUNK;
+template <class W> constexpr uint32_t share_words = SHARE * 4 / W::CHUNK;
+template <class W> constexpr uint32_t group_bytes = GROUP * 16 / W::CHUNK;
+
+// Groups in flight a wave, by the registers that they take.
+constexpr uint32_t depth_for(uint32_t words) { return FLIGHT_WORDS <= words ? 1 : FLIGHT_WORDS / words < 4 ? FLIGHT_WORDS / words : 4; }
+template <class W> constexpr uint32_t depth_of = depth_for(LOAD_ROWS * (share_words<W> + W::SCALED));
+
+// Codes of q4g64 enter the tiles as 128 + code + 8; the sum of x over the group, times 136, is taken out again.
+template <class W> constexpr bool OFFSET = TILES && W::FORMAT == WEIGHT_Q4G64;
+constexpr float CODE_OFFSET = 136.0f;
+
+// Values between the ends of rows of x: lanes that read several rows at once meet no bank twice.
+template <class W> constexpr uint32_t pad_of = PARTS == 4 && W::FORMAT == WEIGHT_BF16 ? 32 : 8;
+
+// The block's LDS.
+struct Lds {
+  words16* x;      // [X_UNITS]
+  float* x_sums;   // [X_SUMS], formats with OFFSET alone
+  float* sums;     // [SUMS]
+};
+
+// Values [first, first + chunk) of `rows` rows of x in LDS, rows `pitch` values apart.
+struct Panel {
+  Lds lds;
+  uint32_t rows, k, first, chunk, pitch;
+};
+
+template <class W> struct Walk {
+  static constexpr uint32_t DEPTH = depth_of<W>;
+  static constexpr uint32_t UNIT = 4 * piece_words<W>;  // bytes of a load
+  const uint8_t* codes;                                                           // of the matrix
+  const uint16_t* scales;
+  uint32_t at[LOAD_ROWS], scale_at[LOAD_ROWS];  // where the share of each row starts, in UNIT and in scales
+  uint32_t k, groups, next, stride;  // next: the wave's first group of the panel to come
+  uint32_t word[DEPTH][LOAD_ROWS][share_words<W>];
+  uint16_t scale[DEPTH][LOAD_ROWS];
+  float sum[PER_WALK];
+};
+
+// Eight bf16 from element `at` on, zeros past k, one by one and without a branch.
+DEVICE void load_elements(const uint16_t* row, uint32_t k, uint32_t at, uint32_t* word) {
+  UNROLL
+  for (uint32_t i = 0; i < 4; i++) {
+    uint32_t low = at + 2 * i, high = low + 1;
+    uint32_t first = *in_global(row + (low < k ? low : 0u)), second = *in_global(row + (high < k ? high : 0u));
+    word[i] = (low < k ? first : 0u) | (high < k ? second << 16 : 0u);
+  }
+}
+
+// Group `group` into slot `slot`.
+template <class W> DEVICE void load_group(Walk<W>& walk, uint32_t slot, uint32_t group) {
+  constexpr uint32_t PIECE = piece_values<W>, WORDS = piece_words<W>, UNITS = group_bytes<W> / Walk<W>::UNIT;
+  UNROLL
+  for (uint32_t i = 0; i < LOAD_ROWS; i++) {
+    UNROLL
+    for (uint32_t j = 0; j < SHARE / PIECE; j++) {
+      uint32_t* to = walk.word[slot][i] + j * WORDS;
+      const void* from = in_global(walk.codes + (uint64_t)(walk.at[i] + group * UNITS) * Walk<W>::UNIT + j * PARTS * Walk<W>::UNIT);
+      if (WORDS == 4) {
+        load16(from, to);
+      } else {
+        uint64_t both = *(const uint64_t*)from;
+        to[0] = (uint32_t)both;
+        to[1] = (uint32_t)(both >> 32);
+      }
+    }
+    if (W::SCALED) walk.scale[slot][i] = *in_global(walk.scales + (walk.scale_at[i] + group));
+  }
+}
+
+// codes, scales: of row 0 of a matrix of less than 2^32 loads of 16 bytes (8 for q4g64); k is a multiple of 64. Starts the first groups.
+// The wave adds groups next, next + stride, ..
+template <class W, class Row>
+DEVICE void begin_at(Walk<W>& walk, const uint8_t* codes, const uint16_t* scales, uint32_t k, const Row& row, uint32_t next, uint32_t stride) {
+  walk.codes = codes;
+  walk.scales = scales;
+  walk.k = k;
+  walk.groups = (k + GROUP - 1) / GROUP;
+  walk.stride = stride;
+  walk.next = next;
+  UNROLL
+  for (uint32_t i = 0; i < LOAD_ROWS; i++) {
+    uint32_t index = row(load_row(i));
+    walk.at[i] = index * (uint32_t)(W::row_bytes(k) / Walk<W>::UNIT) + part();
+    walk.scale_at[i] = index * (k / GROUP);
+  }
+  UNROLL
+  for (uint32_t i = 0; i < PER_WALK; i++) walk.sum[i] = 0.0f;
+  UNROLL
+  for (uint32_t slot = 0; slot < Walk<W>::DEPTH; slot++) {
+    uint32_t group = walk.next + slot * walk.stride;
+    if (group < walk.groups) load_group(walk, slot, group);
+  }
+}
+
+// Pair i of a share in bf16, in the order in which `ordered` leaves x.
+DEVICE uint32_t weight_pair(bf16_weights, const uint32_t* word, uint32_t i) { return word[i]; }
+#if defined(TILE_MMA) || defined(TILE_WMMA)
+DEVICE uint32_t weight_pair(q8g64_weights, const uint32_t* word, uint32_t i) { return bytes_bf16(word[i / 2], i % 2); }
+#endif
+DEVICE uint32_t weight_pair(q4g64_weights, const uint32_t* word, uint32_t i) {
+  return and_or(word[i / 4] >> (4 * (i % 4)), 0x000f000fu, 0x43004300u);
+}
+
+// Eight values of x in the order of the pairs: q8g64 (0 2) (1 3) of each four, q4g64 (0 4) (1 5) (2 6) (3 7).
+template <class W> DEVICE void order_unit(uint32_t* word) {
+  if (!TILES || W::FORMAT == WEIGHT_BF16) return;
+  constexpr uint32_t APART = W::FORMAT == WEIGHT_Q4G64 ? 2 : 1;  // words from the one of a pair's low half to that of its high half
+  uint32_t from[4] = {word[0], word[1], word[2], word[3]};
+  UNROLL
+  for (uint32_t i = 0; i < 2; i++) {
+    uint32_t low = from[i * (3 - APART)], high = from[i * (3 - APART) + APART];
+    word[2 * i] = (low & 0xffffu) | high << 16;
+    word[2 * i + 1] = low >> 16 | (high & 0xffff0000u);
+  }
+}
+
+DEVICE void store_words(bf16* to, const uint32_t* word) { *(words16*)to = {{word[0], word[1], word[2], word[3]}}; }
+
+// Unit u of this work-item's share of a row of x in a group, `from`: the start of the row's group.
+template <class W> DEVICE void x_unit(const bf16* from, uint32_t u, uint32_t* word) {
+  constexpr uint32_t PIECE = piece_values<W>;
+  load16(from + (8 * u / PIECE * PARTS + part()) * PIECE + 8 * u % PIECE, word);
+}
+
+// Adds the group in slot `slot`; `group` counts from the start of the panel.
+#if defined(TILE_MMA)
+template <class W> DEVICE void add_group(Walk<W>& walk, uint32_t slot, const Panel& p, uint32_t group) {
+  uint32_t last = p.rows - 1u, x[SHARE / 2];
+  const bf16* row = (const bf16*)p.lds.x + (x_row() < last ? x_row() : last) * p.pitch + group * GROUP;
+  UNROLL
+  for (uint32_t u = 0; u < SHARE / 8; u++) x_unit<W>(row, u, x + 4 * u);
+  float sum[PER_WALK];
+  UNROLL
+  for (uint32_t i = 0; i < PER_WALK; i++) sum[i] = W::SCALED ? 0.0f : walk.sum[i];
+  UNROLL
+  for (uint32_t step = 0; step < 4; step++) {
+    UNROLL
+    for (uint32_t tile = 0; tile < 2; tile++) {
+      uint32_t a[4];
+      UNROLL
+      for (uint32_t i = 0; i < 4; i++) a[i] = weight_pair(W(), walk.word[slot][2 * tile + i % 2], 2 * step + i / 2);
+      mma_16x8x16(sum + 4 * tile, a, x + 2 * step);
+    }
+  }
+  float out[2] = {0, 0};
+  if (OFFSET<W>) {
+    UNROLL
+    for (uint32_t i = 0; i < 2; i++) {
+      uint32_t row = 2 * part() + i < last ? 2 * part() + i : last;
+      out[i] = p.lds.x_sums[row * (p.chunk / GROUP) + group];
+    }
+  }
+  UNROLL
+  for (uint32_t i = 0; i < PER_WALK; i++) {
+    if (OFFSET<W>) sum[i] = fma_f32(-CODE_OFFSET, out[i % 2], sum[i]);
+    walk.sum[i] = W::SCALED ? fma_f32(sum[i], f16_value(walk.scale[slot][i / 2]), walk.sum[i]) : sum[i];
+  }
+}
+#elif defined(TILE_WMMA)
+// x is A, the weights are B: a work-item's sums are all of one row of weights.
+template <class W> DEVICE void add_group(Walk<W>& walk, uint32_t slot, const Panel& p, uint32_t group) {
+  constexpr uint32_t WORDS = SHARE / 8;  // of a fragment
+  uint32_t last = p.rows - 1u;
+  const bf16* row = (const bf16*)p.lds.x + (x_row() < last ? x_row() : last) * p.pitch + group * GROUP;
+  float sum[2][TILE_ELEMENTS];
+  UNROLL
+  for (uint32_t i = 0; i < 2 * TILE_ELEMENTS; i++) {
+    uint32_t tile = i / TILE_ELEMENTS, j = i % TILE_ELEMENTS;
+    sum[tile][j] = W::SCALED || j >= PER_TILE ? 0.0f : walk.sum[tile * PER_TILE + j];
+  }
+  UNROLL
+  for (uint32_t step = 0; step < 4; step++) {
+    uint32_t x[WORDS];
+    UNROLL
+    for (uint32_t u = 0; u < WORDS / 4; u++) x_unit<W>(row, step * (WORDS / 4) + u, x + 4 * u);
+    tile_words a, b[2];
+    UNROLL
+    for (uint32_t i = 0; i < WORDS; i++) {
+      a[i] = x[i];
+      b[0][i] = weight_pair(W(), walk.word[slot][0], step * WORDS + i);
+      b[1][i] = weight_pair(W(), walk.word[slot][1], step * WORDS + i);
+    }
+    wmma_16x16x16(sum[0], a, b[0]);
+    wmma_16x16x16(sum[1], a, b[1]);
+  }
+  UNROLL
+  for (uint32_t i = 0; i < PER_WALK; i++) {
+    uint32_t tile = i / PER_TILE, j = i % PER_TILE, x_row = TILE_WMMA == 1 ? 2 * j + tile_lane() / 16 : j;
+    float part = sum[tile][j];
+    if (OFFSET<W>) part = fma_f32(-CODE_OFFSET, p.lds.x_sums[(x_row < last ? x_row : last) * (p.chunk / GROUP) + group], part);
+    walk.sum[i] = W::SCALED ? fma_f32(part, f16_value(walk.scale[slot][tile]), walk.sum[i]) : part;
+  }
+}
+#else
+template <class W> DEVICE void add_group(Walk<W>& walk, uint32_t slot, const Panel& p, uint32_t group) {
+  const bf16* x = (const bf16*)p.lds.x + group * GROUP;
+  float scale = W::SCALED ? f16_value(walk.scale[slot][0]) : 0.0f;
+  UNROLL
+  for (uint32_t r = 0; r < ROWS; r++) {
+    if (r >= p.rows) continue;
+    float sum[CHAINS];
+    UNROLL
+    for (uint32_t j = 0; j < CHAINS; j++) sum[j] = W::SCALED ? 0.0f : walk.sum[r * CHAINS + j];
+    UNROLL
+    for (uint32_t i = 0; i < GROUP; i += CHAINS) {
+      float v[CHAINS];
+      load8(x + r * p.pitch + i, v);
+      UNROLL
+      for (uint32_t j = 0; j < CHAINS; j++) {
+        sum[j] = fma_f32(v[j], W::value(walk.word[slot][0] + i / W::CHUNK * 4, i % W::CHUNK + j), sum[j]);
+      }
+    }
+    UNROLL
+    for (uint32_t j = 0; j < CHAINS; j++) walk.sum[r * CHAINS + j] = W::SCALED ? fma_f32(sum[j], scale, walk.sum[r * CHAINS + j]) : sum[j];
+  }
+}
+#endif
+
+// Adds the panel's groups; slots are refilled across the border of panels.
+template <class W> DEVICE void advance(Walk<W>& walk, const Panel& p) {
+  uint32_t first = p.first / GROUP, end = p.k - p.first > p.chunk ? first + p.chunk / GROUP : walk.groups;
+  while (walk.next < end) {
+    UNROLL
+    for (uint32_t slot = 0; slot < Walk<W>::DEPTH; slot++) {
+      uint32_t group = walk.next + slot * walk.stride, later = group + Walk<W>::DEPTH * walk.stride;
+      if (group < end) add_group(walk, slot, p, group - first);
+      if (later < walk.groups) load_group(walk, slot, later);
+    }
+    walk.next += Walk<W>::DEPTH * walk.stride;
+  }
+}
+
+// The wave's sums into LDS; block_sync before they are read.
+template <class W> DEVICE void finish(const Walk<W>& walk, const Panel& p) {
+  float* to = p.lds.sums + tile_group() * ROWS * COLS;
+#if defined(TILE_MMA)
+  UNROLL
+  for (uint32_t i = 0; i < PER_WALK; i++) to[(2 * part() + i % 2) * COLS + load_row(i / 2)] = walk.sum[i];
+#elif defined(TILE_WMMA)
+  UNROLL
+  for (uint32_t i = 0; i < PER_WALK; i++) {
+    uint32_t row = TILE_WMMA == 1 ? 2 * (i % PER_TILE) + tile_lane() / 16 : i % PER_TILE;
+    if (TILE_WMMA == 1 || tile_lane() < 16) to[row * COLS + load_row(i / PER_TILE)] = walk.sum[i];
+  }
+#else
+  UNROLL
+  for (uint32_t r = 0; r < ROWS; r++) {
+    const float* v = walk.sum + r * CHAINS;
+    if (r < p.rows) to[r * COLS + tile_lane()] = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+  }
+#endif
+}
+
+// Units of 8 values of a row that the panel takes: what is left of k, in whole groups.
+DEVICE uint32_t units_of(const Panel& p) {
+  uint32_t left = (p.k - p.first + GROUP - 1) / GROUP * GROUP;
+  return (left < p.chunk ? left : p.chunk) / 8;
+}
+// f / units for f below 2^16, by one product: the quotient plus half a unit's share is never near a border.
+struct Divider {
+  uint32_t units;
+  float share;
+};
+DEVICE Divider divider(uint32_t units) { return {units, 1.0f / (float)units}; }
+DEVICE uint32_t quotient(const Divider& d, uint32_t f) { return (uint32_t)(((float)f + 0.5f) * d.share); }
+
+DEVICE bf16* unit_at(const Panel& p, uint32_t row, uint32_t unit) { return (bf16*)p.lds.x + row * p.pitch + 8 * unit; }
+
+// The panel's values of x, zeros past k. aligned: 16-byte loads can read every x(r), and k is a multiple of 8.
+template <class W, class Row> DEVICE void stage(const Panel& p, const Row& x, bool aligned) {
+  constexpr uint32_t FLIGHT = 2;
+  uint32_t units = units_of(p), total = p.rows * units, t = thread_id();
+  Divider by = divider(units);
+  if (!aligned) {
+    ROLLED
+    for (uint32_t f = t; f < total; f += THREADS) {
+      uint32_t row = quotient(by, f), unit = f - row * units, word[4];
+      gemv::load_unit(x(row), p.first + 8 * unit, p.k, false, word);
+      order_unit<W>(word);
+      store_words(unit_at(p, row, unit), word);
+    }
+    return;
+  }
+  for (uint32_t begin = 0; begin < total; begin += THREADS * FLIGHT) {  // the same turns in every work-item: they meet in lanes_sum
+    uint32_t row[FLIGHT], unit[FLIGHT], word[FLIGHT][4];
+    UNROLL
+    for (uint32_t j = 0; j < FLIGHT; j++) {
+      uint32_t f = begin + j * THREADS + t, inside = f < total ? f : total - 1u;
+      row[j] = quotient(by, inside);
+      unit[j] = inside - row[j] * units;
+      uint32_t at = p.first + 8 * unit[j];
+      load16(in_global(x(row[j]) + (at < p.k ? at : 0u)), word[j]);
+      UNROLL
+      for (uint32_t i = 0; i < 4; i++) word[j][i] = at < p.k ? word[j][i] : 0u;
+    }
+    if constexpr (OFFSET<W>) {
+      float sum[FLIGHT];
+      UNROLL
+      for (uint32_t j = 0; j < FLIGHT; j++) {
+        sum[j] = 0;
+        UNROLL
+        for (uint32_t i = 0; i < 8; i++) sum[j] += bf16_weights::value(word[j], i);
+      }
+      lanes_sum<8>(sum);  // 8 units are a group
+      UNROLL
+      for (uint32_t j = 0; j < FLIGHT; j++) {
+        if (t % 8 == 0 && begin + j * THREADS + t < total) p.lds.x_sums[row[j] * (p.chunk / GROUP) + unit[j] / 8] = sum[j];
+      }
+    }
+    UNROLL
+    for (uint32_t j = 0; j < FLIGHT; j++) {
+      order_unit<W>(word[j]);
+      if (begin + j * THREADS + t < total) store_words(unit_at(p, row[j], unit[j]), word[j]);
+    }
+  }
+}
+
+}  // namespace expert_walk
