@@ -193,7 +193,8 @@ def products(m: Maker, op: str, k: int, every: Sequence[Product], normed: bool =
             more: dict[str, Any] = {"eps": EPS if normed else 0.0, "positions": positions, "inv_freq": inv_freq, "part": part}
             launches.append(partial(step.gemv, m.stream, x, segments, **arrays, **more))
         cost = step.cost_gemv(x, segments, **arrays) + Cost(part_bytes, 0)
-        points.append(Point(op, "step_gemv_bf16", shape, count, tuple(launches), cost))
+        kernel = "step_gemv_router_bf16_q8g64" if isinstance(part, step.RouterPart) else "step_gemv_bf16_q8g64"
+        points.append(Point(op, kernel, shape, count, tuple(launches), cost))
     return points
 
 
@@ -256,7 +257,7 @@ def per_head(m: Maker, op: str, part_of: PartOf | None = None) -> list[Point]:
         part, part_bytes = part_of(m, count) if part_of else (None, 0)
         launches = tuple(partial(step.per_head, m.stream, q, w, y, part) for w in weights)
         shape = f"{s.heads} x ({s.nope} -> {s.latent})"
-        points.append(Point(op, "step_gemv_bf16", shape, count, launches, step.cost_per_head(q, one, y) + Cost(part_bytes, 0)))
+        points.append(Point(op, "step_gemv_bf16_q8g64", shape, count, launches, step.cost_per_head(q, one, y) + Cost(part_bytes, 0)))
     return points
 
 

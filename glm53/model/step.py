@@ -156,7 +156,9 @@ class StepForward:
         segments = [Segment(layer.q_a, qr), Segment(layer.kv_a, cut("row"))]
         if layer.indexer is not None:
             segments += [Segment(layer.indexer.wk, cut("index_key")), Segment(layer.indexer.weights_proj, cut("index_gate"), Epilogue.STORE_F32)]
-        step.gemv(stream, cut("x"), segments, norm=layer.input_norm, eps=spec.rms_norm_eps)
+        for format in dict.fromkeys(segment.weight.format for segment in segments):  # one launch but where a checkpoint mixes formats
+            same = [segment for segment in segments if segment.weight.format is format]
+            step.gemv(stream, cut("x"), same, norm=layer.input_norm, eps=spec.rms_norm_eps)
         if full:
             self._select(index, layer, row_count)
         rope = Rope(spec.qk_head_dim, spec.qk_nope_head_dim, spec.qk_rope_head_dim)

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 STEP_KERNELS = {
     "step_begin_bf16_bf16",
-    "step_gemv_bf16",
+    "step_gemv_bf16_q8g64",
+    "step_gemv_router_bf16_q8g64",
     "step_score_bf16",
     "step_topk",
     "step_attend_bf16_q8g64",
@@ -181,7 +182,7 @@ def write_measured(directory: Path, ops: dict[str, tuple[str, int, float, float]
 
 def made_up(project: ModuleType) -> dict[str, tuple[str, int, float, float]]:
     """Every launch moves 8.64 MB at 50 % of the peak: 10 us is its floor on a card, 20 us its projection."""
-    return dict.fromkeys(project.OPS, ("step_gemv_bf16", 8_640_000, 4.0, 50.0))
+    return dict.fromkeys(project.OPS, ("step_gemv_bf16_q8g64", 8_640_000, 4.0, 50.0))
 
 
 def test_projection_of_a_made_up_table(load: Any, tmp_path: Path) -> None:
@@ -231,13 +232,13 @@ def test_projection_says_what_is_missing(load: Any, tmp_path: Path) -> None:
     with pytest.raises(Glm53Error, match="score; top-k"):
         project.read_measured(write_measured(tmp_path, made_up(project)), 60_000)
     measured = project.read_measured(write_measured(tmp_path, made_up(project)), 50_000)
-    with pytest.raises(Glm53Error, match="no kernel step_gemv_bf16"):
+    with pytest.raises(Glm53Error, match="no kernel step_gemv_bf16_q8g64"):
         project.kernel_table(measured, {})
 
 
 def test_projection_of_the_built_object(load: Any, tmp_path: Path) -> None:
     project = load("project_gfx1100.py")
-    kernels = dict(zip(project.OPS, ["step_gemv_bf16"] * len(project.OPS), strict=True)) | {
+    kernels = dict(zip(project.OPS, ["step_gemv_bf16_q8g64"] * len(project.OPS), strict=True)) | {
         "score": "step_score_bf16",
         "top-k": "step_topk",
         "attend": "step_attend_bf16_q8g64",
