@@ -26,6 +26,8 @@ def draw_weights(seed: int, shape: tuple[int, ...], weight_format: WeightFormat)
     flat = scales.reshape(-1)
     flat[:: max(1, flat.size // 7)] = 0
     flat[1 :: max(2, flat.size // 5)] = np.float16(3e-6)
+    codes: np.ndarray
+    whole: np.ndarray
     if weight_format is WeightFormat.Q8G64:
         signed = rng.integers(-127, 128, shape, dtype=np.int8)
         codes, whole = signed.view(np.uint8), signed.astype(np.float32)
