@@ -386,6 +386,28 @@ class EngineConfig:
         return cls(**options)
 
 
+PRODUCT_WIDTH_MIN, PRODUCT_WIDTH_UNIT = 64, 8  # of bf16 rows in the decode products: hipsrc/kernels/gemv_tiles.h
+
+
+def check_widths(spec: ModelSpec, dtype: str) -> None:
+    """Raises InputError where bf16 activations cannot run a model: each width that a decode product sums over is at least 64 and a multiple of 8."""
+    widths = {
+        "hidden_size": spec.hidden_size,
+        "q_lora_rank": spec.q_lora_rank,
+        "qk_nope_head_dim": spec.qk_nope_head_dim,
+        "num_attention_heads * v_head_dim": spec.n_heads * spec.v_head_dim,
+        "moe_intermediate_size": spec.expert_width,
+        "intermediate_size": spec.dense_width,
+    }
+    bad = {name: width for name, width in widths.items() if width < PRODUCT_WIDTH_MIN or width % PRODUCT_WIDTH_UNIT}
+    if dtype == "bf16" and bad:
+        found = ", ".join(f"{name} {width}" for name, width in bad.items())
+        raise InputError(
+            f"dtype is bf16 and the model has {found}; expected widths of at least {PRODUCT_WIDTH_MIN} and multiples of {PRODUCT_WIDTH_UNIT}; "
+            "next: dtype f32, which takes any width"
+        )
+
+
 def check_prompt(ids: Sequence[int], spec: ModelSpec, context_rows_max: int, rows: int = 0) -> None:
     """Raises InputError unless `ids` are token ids of the model that fit behind `rows` rows; a new prompt leaves room for one token.
 

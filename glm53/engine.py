@@ -24,7 +24,7 @@ from typing import cast
 import numpy as np
 
 from glm53.check import litmus
-from glm53.config import EngineConfig, GenerationDefaults, check_prompt, read_config, read_generation_config
+from glm53.config import EngineConfig, GenerationDefaults, check_prompt, check_widths, read_config, read_generation_config
 from glm53.errors import DeviceLost, Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
 from glm53.kv import HostTier, HostTierConfig, ResidentTier, RowStore, StepRows, step_of
@@ -160,6 +160,7 @@ class Engine:
             raise InputError(f"Engine.open: config is {type(config).__name__}, wanted an EngineConfig, or single settings such as dtype='f32'")
         config = config or EngineConfig.of(**settings)
         spec = read_config(path, latent_norm_eps=config.latent_norm_eps)
+        check_widths(spec, config.dtype)
         defaults = read_generation_config(path)
         checkpoint = Checkpoint.open(path)
         tokenizer = Tokenizer.open(path) if (Path(path) / "tokenizer.json").exists() else None

@@ -10,6 +10,8 @@
 #include "history_stores.h"
 #include "history_fetch.h"
 #include "step_products.h"
+#include "wave_products.h"
+#include "step_gemv_rows.h"
 #include "step_expert_rows.h"
 #include "step_attention_rows.h"
 #include "step_selections.h"

@@ -1,4 +1,5 @@
-// step_gemv_rows.h - step_gemv_* of the fast host build: step.hip's products with their norm, epilogues and parts, over step_products.h.
+// step_gemv_rows.h - step_gemv_* of the fast host build: step.hip's products with their norm, epilogues and parts. f32 x and the router's weights go
+// over step_products.h, bf16 x over wave_products.h.
 #pragma once
 
 namespace {
@@ -6,104 +7,131 @@ namespace host {
 namespace step_gemv {
 
 using products::packed_floats;
-constexpr uint32_t COLUMNS_MAX = step::COLS_SHORT;  // rows of weights a block
-
-// Blocks of one call: x as f32 after the norm, and packed for the format that was needed last.
-struct Work {
-  float* x;       // [rows, k]
-  float* packed;  // [rows, pitch]
-  float* sums;    // [COLUMNS_MAX, rows]
-  uint64_t pitch;
-  uint32_t packed_format;  // of this batch; NONE: not packed
-};
+using step::Segment;
+constexpr uint32_t PAIR_COLUMNS = step::COLS_SHORT, TILE_COLUMNS = step::TILE_COLS_SHORT;  // at most, of a block
 constexpr uint32_t NONE = ~0u;
 
-// One of the four products, and a block's place in it.
-struct Segment {
-  const void *codes, *scales;
-  void* y;
-  uint32_t n, y_stride, format, epilogue, head_stride, rope_offset;
-  uint32_t index, block;
+// What the blocks of one call share: x of one batch as f32 after the norm, and packed for the format that was needed last.
+struct Work {
+  float* x;       // [rows, x_pitch]
+  float* packed;  // [rows, packed_pitch]
+  float* sums;    // [PAIR_COLUMNS, rows], or [rows, TILE_COLUMNS]
+  float* angles;  // [rows, rope_dim] sine and cosine of each pair, when they were needed
+  size_t x_pitch, packed_pitch;
+  uint32_t batch, packed_format;  // NONE: of none
+  bool angles_known;
 };
-DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i) {
-  uint32_t groups = gemv::groups_of(a.k);
-  return a.codes[i] ? (step::pairs_of(a.n[i], a.epilogue[i]) + groups - 1) / groups : 0u;
-}
-DEVICE Segment segment_of(const step_gemv_args& a, uint32_t block) {
-  uint32_t i = 0;
-  for (; i < 3 && block >= blocks_of(a, i); i++) block -= blocks_of(a, i);
-  return {a.codes[i], a.scales[i], a.y[i], a.n[i], a.y_stride[i], a.format[i], a.epilogue[i], a.head_stride[i], a.rope_offset[i], i, block};
-}
 
-// Rows of x of one batch as f32, normed; `h` null: not wanted.
-template <class T> void prepare(const step_gemv_args& a, uint64_t batch, T* h, const Work& w) {
+// Blocks of one set of columns, which follow one another: each has some rows of x.
+struct Stretch {
+  uint32_t set, first_row, rows;
+};
+
+// Rows of x of one batch.
+template <class T> void prepare(const step_gemv_args& a, uint32_t batch, Work& w) {
   for (uint32_t r = 0; r < a.rows; r++) {
     const T* x = (const T*)a.x + batch * a.x_batch_stride + (uint64_t)r * a.x_stride;
-    float* to = w.x + (uint64_t)r * a.k;
+    float* to = w.x + r * w.x_pitch;
     if (a.norm) values::scale_row(x, (const T*)a.norm, values::rms_scale(x, a.k, a.eps), a.k, to);
     else for (uint32_t c = 0; c < a.k; c++) to[c] = load_f32(x + c);
-    if (a.norm && h) {
-      for (uint32_t c = 0; c < a.k; c++) store_f32(h + (uint64_t)r * a.k + c, to[c]);
+  }
+  w.batch = batch;
+  w.packed_format = NONE;
+}
+
+// As step::turn_pair.
+template <class T>
+DEVICE bool turn_pair(const step_gemv_args& a, const Segment& s, Work& w, T* y, uint32_t row, uint32_t col, float low, float high) {
+  uint32_t inside = col % s.head_stride - s.rope_offset;
+  if (inside >= a.rope_dim) return false;
+  for (uint32_t r = 0; !w.angles_known && r < a.rows; r++) {
+    int32_t position = ((const int32_t*)a.positions)[r];
+    float* to = w.angles + (size_t)r * a.rope_dim;
+    for (uint32_t i = 0; i < a.rope_dim; i += 2) {
+      rope_angle<T>((float)(position < 0 ? 0 : position) * ((const float*)a.inv_freq)[i / 2], to + i, to + i + 1);
     }
   }
+  w.angles_known = true;
+  const float* angle = w.angles + (size_t)row * a.rope_dim + inside / 2 * 2;
+  rope_store(y, low, high, angle[0], angle[1]);
+  return true;
 }
 
-// step::store_pair of a row whose pair is `first` and `second`.
-template <class T>
-DEVICE void store_pair(const step_gemv_args& a, const Segment& s, uint64_t at, uint32_t row, uint32_t col, float first, float second) {
-  T* y = (T*)s.y + at;
-  bool both = col + 1 < s.n;
-  if (s.epilogue == step::STORE_F32) {
-    ((float*)s.y)[at] = first;
-    if (both) ((float*)s.y)[at + 1] = second;
-    return;
-  }
-  float low = rounded<T>::of(first), high = rounded<T>::of(second);
-  if (s.epilogue == step::SILU) {
-    store_f32(y, rounded<T>::of(silu_f32(low)) * high);
-    return;
-  }
-  if (s.epilogue == step::RESIDUAL) {
-    const T* residual = (const T*)a.residual + at;
-    low += load_f32(residual);
-    if (both) high += load_f32(residual + 1);
-  }
-  uint32_t inside = s.epilogue == step::ROPE ? col % s.head_stride - s.rope_offset : a.rope_dim;
-  if (inside < a.rope_dim) {
-    int32_t position = ((const int32_t*)a.positions)[row];
-    float sine, cosine;
-    rope_angle<T>((float)(position < 0 ? 0 : position) * ((const float*)a.inv_freq)[inside / 2], &sine, &cosine);
-    rope_store(y, low, high, sine, cosine);
-    return;
-  }
-  store_f32(y, low);
-  if (both) store_f32(y + 1, high);
-}
-
-// One block of a segment: its rows of weights times all rows of x.
-template <class T, class W> void multiply(const step_gemv_args& a, const Segment& s, uint64_t batch, Work& w) {
+// Pairs of rows of weights by gemv.h, times the rows of x of a stretch.
+template <class T, class W> void multiply_pairs(const step_gemv_args& a, const Segment& s, const Stretch& t, Work& w) {
   using R = products::reader<W>;
   if (w.packed_format != W::FORMAT) {
-    for (uint32_t r = 0; r < a.rows; r++) products::pack<R>(w.x + (uint64_t)r * a.k, a.k, w.packed + r * w.pitch);
+    for (uint32_t r = 0; r < a.rows; r++) products::pack<R>(w.x + r * w.x_pitch, a.k, w.packed + r * w.packed_pitch);
     w.packed_format = W::FORMAT;
   }
   bool silu = s.epilogue == step::SILU;
-  uint32_t pairs = step::pairs_of(s.n, s.epilogue), begin = s.block * gemv::groups_of(a.k), end = begin + gemv::groups_of(a.k);
+  uint32_t pairs = step::pairs_of(s.n, s.epilogue), begin = t.set * gemv::groups_of(a.k), end = begin + gemv::groups_of(a.k);
   if (end > pairs) end = pairs;
-  uint64_t matrix = batch * (silu ? 2 * s.n : s.n);
+  uint64_t matrix = (uint64_t)s.batch * (silu ? 2 * s.n : s.n);
   auto row = [&](uint32_t i) {
     uint32_t pair = begin + i / 2, n = silu ? pair + i % 2 * s.n : 2 * pair + i % 2;
     if (!silu && n >= s.n) n = s.n - 1;
     return products::weight_row<W>(s.codes, s.scales, matrix + n, a.k);
   };
-  products::all_dots<R>(row, 2 * (end - begin), w.packed, w.pitch, a.rows, a.k, w.sums);
-  for (uint32_t r = 0; r < a.rows; r++) {
+  products::all_dots<R>(row, 2 * (end - begin), w.packed + t.first_row * w.packed_pitch, w.packed_pitch, t.rows, a.k, w.sums);
+  for (uint32_t r = 0; r < t.rows; r++) {
     for (uint32_t p = begin; p < end; p++) {
-      uint32_t col = silu ? p : 2 * p;
-      const float* sums = w.sums + (uint64_t)(p - begin) * 2 * a.rows + r;
-      store_pair<T>(a, s, batch * a.y_batch_stride + (uint64_t)r * s.y_stride + col, r, col, sums[0], sums[a.rows]);
+      const float* sums = w.sums + (size_t)(p - begin) * 2 * t.rows + r;
+      uint32_t at_row = t.first_row + r, col = silu ? p : 2 * p;
+      if (s.epilogue == step::ROPE) {
+        T* y = (T*)s.y + step::output_at(a, s, at_row, col);
+        if (turn_pair(a, s, w, y, at_row, col, rounded<T>::of(sums[0]), rounded<T>::of(sums[t.rows]))) continue;
+      }
+      step::store_pair<T>(a, s, at_row, col, sums[0], sums[t.rows]);
     }
   }
+}
+
+// As step::store_sum does: columns [first, first + count) of one row; for SILU sums[2 * i] is of gate and sums[2 * i + 1] of up. Rounds the sums.
+DEVICE void store_row(const step_gemv_args& a, const Segment& s, Work& w, uint32_t row, uint32_t first, uint32_t count, float* sums) {
+  uint64_t at = step::output_at(a, s, row, first);
+  if (s.epilogue == step::STORE_F32) {
+    memcpy((float*)s.y + at, sums, count * sizeof(float));
+    return;
+  }
+  bf16* y = (bf16*)s.y + at;
+  bool silu = s.epilogue == step::SILU;
+  for (uint32_t i = 0; i < (silu ? 2 * count : count); i += LANES) store8(sums + i, rounded8<bf16>(load8(sums + i)));
+  if (silu) {
+    for (uint32_t c = 0; c < count; c++) store_f32(y + c, rounded<bf16>::of(silu_f32(sums[2 * c])) * sums[2 * c + 1]);
+    return;
+  }
+  for (uint32_t c = 0; c < count; c++) {
+    if (s.epilogue == step::ROPE && turn_pair(a, s, w, y + c, row, first + c, sums[c], sums[c + 1])) {
+      c++;
+      continue;
+    }
+    store_f32(y + c, s.epilogue == step::RESIDUAL ? sums[c] + load_f32((const bf16*)a.residual + at + c) : sums[c]);
+  }
+}
+
+// A set of columns by the wave product, times the rows of x of a stretch.
+template <class W> void multiply_tiles(const step_gemv_args& a, const Segment& s, const Stretch& t, Work& w) {
+  const float* x = w.x + t.first_row * w.x_pitch;
+  size_t pitch = w.x_pitch;
+  if (a.k % waves::GROUP) {
+    if (w.packed_format != W::FORMAT) {
+      for (uint32_t r = 0; r < a.rows; r++) {
+        memcpy(w.packed + r * w.packed_pitch, w.x + r * w.x_pitch, a.k * sizeof(float));
+        waves::end_row(w.packed + r * w.packed_pitch, a.k, waves::Last::BACK);
+      }
+      w.packed_format = W::FORMAT;
+    }
+    x = w.packed + t.first_row * w.packed_pitch;
+    pitch = w.packed_pitch;
+  }
+  bool silu = s.epilogue == step::SILU;
+  uint32_t columns = (a.k >= waves::LONG_K ? step::TILE_COLS : step::TILE_COLS_SHORT) / (silu ? 2 : 1), first = t.set * columns;
+  uint32_t count = s.n - first < columns ? s.n - first : columns;
+  uint64_t matrix = (uint64_t)s.batch * (silu ? 2 * s.n : s.n) + first;
+  auto row = [&](uint32_t i) { return waves::weight_row<W>(s.codes, s.scales, matrix + (silu ? i / 2 + i % 2 * s.n : i), a.k); };
+  waves::dots<W>(row, silu ? 2 * count : count, x, pitch, t.rows, a.k, true, waves::Last::BACK, w.sums, TILE_COLUMNS);
+  for (uint32_t r = 0; r < t.rows; r++) store_row(a, s, w, t.first_row + r, first, count, w.sums + (size_t)r * TILE_COLUMNS);
 }
 
 // step::finish_rows for query row r; false after a failed touch.
@@ -142,65 +170,101 @@ template <class T> bool finish_row(const step_gemv_args& a, uint32_t r, Blocks& 
 }
 
 // step::route_last after `count` blocks of segment 0.
-inline void route_last(const step_gemv_args& a, uint32_t count) {
+template <class T> void route_last(const step_gemv_args& a, uint32_t count) {
   const step_router_args& p = a.part_router;
-  if (__atomic_fetch_add((uint32_t*)p.arrivals, count, __ATOMIC_ACQ_REL) + count != blocks_of(a, 0)) return;
+  if (__atomic_fetch_add((uint32_t*)p.arrivals, count, __ATOMIC_ACQ_REL) + count != step::blocks_of<T, true>(a, 0)) return;
   *(uint32_t*)p.arrivals = 0;
   router_args router = {a.y[0], p.bias, p.ids, p.weights, p.experts, p.k, p.n_group, p.topk_group, p.normalise, p.scaling};
   for (uint32_t row = 0; row < a.rows; row++) selections::pick(router, row);
 }
 
-// Product blocks [first, last) of one batch.
-template <class T> void run_products(const step_gemv_args& a, uint64_t batch, uint32_t first, uint32_t last, Work& w) {
-  w.packed_format = NONE;
-  prepare<T>(a, batch, first == 0 ? (T*)a.h : nullptr, w);
-  uint32_t routed = 0;
-  for (uint32_t block = first; block < last; block++) {
-    Segment s = segment_of(a, block);
-    if (s.format == WEIGHT_Q8G64) multiply<T, q8g64_weights>(a, s, batch, w);
-    else if (s.format == WEIGHT_Q4G64) multiply<T, q4g64_weights>(a, s, batch, w);
-    else if (s.format == WEIGHT_BF16) multiply<T, bf16_weights>(a, s, batch, w);
-    else multiply<T, f32_weights>(a, s, batch, w);
-    routed += s.index == 0 ? 1u : 0u;
+// Stores the normed rows of a stretch, which the first blocks of segment 0 do.
+template <class T> void store_h(const step_gemv_args& a, const Stretch& t, const Work& w) {
+  for (uint32_t r = t.first_row; r < t.first_row + t.rows; r++) {
+    for (uint32_t c = 0; c < a.k; c++) store_f32((T*)a.h + (uint64_t)r * a.k + c, w.x[r * w.x_pitch + c]);
   }
-  if (a.part == step::PART_ROUTER && routed) route_last(a, routed);
 }
 
-template <class T> bool run_part(const step_gemv_args& a, uint32_t block, Blocks& b) {
-  if (a.part == step::PART_ROWS) return finish_row<T>(a, block, b);
-  if (a.part != step::PART_FETCH) return b.run_fibers(block, block + 1);
-  for (uint32_t round = 0; round < a.rounds; round++) {
-    if (!fetches::fetch_round(a.part_fetch, a.part_fetch.plane_first, round, block, a.part_blocks, b)) return false;
+// Product blocks [first, last).
+template <class T, class W, bool ROUTER> void run_products(const step_gemv_args& a, uint32_t first, uint32_t last, Work& w) {
+  uint32_t routed = 0;
+  for (uint32_t block = first, taken; block < last; block += taken) {
+    step::Place place = step::place_of<T, ROUTER>(a, block);
+    bool scalar = step::scalar<T, ROUTER>(place.index);
+    uint32_t turns = scalar ? a.rows : step::turns_of(a.rows), rows = scalar ? 1 : wave_product::ROWS, turn = place.block % turns;
+    taken = turns - turn < last - block ? turns - turn : last - block;
+    Stretch t = {place.block / turns, turn * rows, taken * rows};
+    if (t.rows > a.rows - t.first_row) t.rows = a.rows - t.first_row;
+    if (w.batch != place.batch) prepare<T>(a, place.batch, w);
+    Segment s = step::segment_at(a, place);
+    if (a.norm && a.h && s.index == 0 && t.set == 0) store_h<T>(a, t, w);
+    if constexpr (ROUTER) {
+      if (s.index == 0) {
+        multiply_pairs<T, f32_weights>(a, s, t, w);
+        routed += taken;
+        continue;
+      }
+    }
+    if constexpr (sizeof(T) == 4) multiply_pairs<T, W>(a, s, t, w);
+    else multiply_tiles<W>(a, s, t, w);
+  }
+  if (routed) route_last<T>(a, routed);
+}
+
+// hotcache::place_part for query row r.
+inline void place_row(const step_place_args& a, uint32_t r) {
+  const int32_t* selected = (const int32_t*)a.selected + (uint64_t)r * a.k;
+  const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[r] * a.table_stride;
+  uint64_t* plan = (uint64_t*)a.plan + (uint64_t)r * a.k;
+  uint32_t count = (uint32_t)((const int32_t*)a.counts)[r];
+  for (uint32_t i = 0; i < a.k; i++) {
+    plan[i] = i < count ? hotcache::extent_row(table, (uint32_t)selected[i], a.extent_rows, a.row_bytes) | hotcache::EXTENT : 0u;
+  }
+}
+
+// Blocks [first, last) of the part.
+template <class T> bool run_part(const step_gemv_args& a, uint32_t first, uint32_t last, Blocks& b) {
+  if (a.part == step::PART_GIVE) return b.run_fibers(first, last);
+  for (uint32_t block = first; block < last; block++) {
+    if (a.part == step::PART_PLACE) place_row(a.part_place, block);
+    if (a.part == step::PART_ROWS && !finish_row<T>(a, block, b)) return false;
+    for (uint32_t round = 0; a.part == step::PART_FETCH && round < a.rounds; round++) {
+      if (!fetches::fetch_round(a.part_fetch, a.part_fetch.plane_first, round, block, a.part_blocks, b)) return false;
+    }
   }
   return true;
 }
 
-// Grid: (part_blocks + blocks of all segments, 1, batch).
-template <class T> bool run(const step_gemv_args& a, Blocks& b) {
-  for (uint64_t block = b.first; block < b.last;) {
-    uint64_t batch = block / b.grid.x, end = (batch + 1) * b.grid.x < b.last ? (batch + 1) * b.grid.x : b.last;
-    uint32_t first = (uint32_t)(block % b.grid.x), last = first + (uint32_t)(end - block);
-    for (; first < last && first < a.part_blocks; first++) {
-      if (batch) continue;
-      if (!run_part<T>(a, first, b)) return false;
-    }
-    if (first < last) {
-      size_t pitch = packed_floats(a.k);
-      Work w = {b.scratch(a.rows * (a.k + pitch + COLUMNS_MAX)), nullptr, nullptr, pitch, NONE};
-      if (!w.x) return false;
-      w.packed = w.x + (size_t)a.rows * a.k;
-      w.sums = w.packed + a.rows * pitch;
-      run_products<T>(a, batch, first - a.part_blocks, last - a.part_blocks, w);
-    }
-    block = end;
+// Grid: part_blocks + batch * blocks of all segments; the router's kernels have no part blocks.
+template <class T, class W, bool ROUTER> bool run(const step_gemv_args& a, Blocks& b) {
+  uint32_t first = (uint32_t)b.first, last = (uint32_t)b.last, parts = ROUTER ? 0 : a.part_blocks;
+  if (first < parts) {
+    uint32_t end = last < parts ? last : parts;
+    if (!run_part<T>(a, first, end, b)) return false;
+    first = end;
   }
+  if (first >= last) return true;
+  size_t pitch = packed_floats(a.k), columns = PAIR_COLUMNS > TILE_COLUMNS ? PAIR_COLUMNS : TILE_COLUMNS;
+  Work w = {b.scratch(a.rows * (a.k + pitch + columns + a.rope_dim) + LANES), nullptr, nullptr, nullptr, a.k, pitch, NONE, NONE, false};
+  if (!w.x) return false;
+  w.packed = w.x + (size_t)a.rows * a.k;
+  w.sums = w.packed + a.rows * pitch;
+  w.angles = w.sums + a.rows * columns + LANES;
+  run_products<T, W, ROUTER>(a, first - parts, last - parts, w);
   return true;
 }
 
 }  // namespace step_gemv
 
-FAST_KERNEL(step_gemv_f32, step_gemv_args, step_gemv::run<float>);
-FAST_KERNEL(step_gemv_bf16, step_gemv_args, step_gemv::run<bf16>);
+#define FAST_STEP_GEMV(suffix, T, W)                                                        \
+  FAST_KERNEL(step_gemv_##suffix, step_gemv_args, step_gemv::run<T, W, false>);             \
+  FAST_KERNEL(step_gemv_router_##suffix, step_gemv_args, step_gemv::run<T, W, true>);
+
+FAST_STEP_GEMV(f32_f32, float, f32_weights)
+FAST_STEP_GEMV(f32_bf16, float, bf16_weights)
+FAST_STEP_GEMV(f32_q8g64, float, q8g64_weights)
+FAST_STEP_GEMV(bf16_bf16, bf16, bf16_weights)
+FAST_STEP_GEMV(bf16_q8g64, bf16, q8g64_weights)
 
 }  // namespace host
 }  // namespace

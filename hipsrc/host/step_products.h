@@ -84,6 +84,13 @@ template <class W> DEVICE WeightRow weight_row(const void* codes, const void* sc
   return {(const uint8_t*)codes + row * W::row_bytes(k), W::SCALED ? (const uint16_t*)scales + row * (k / WEIGHT_GROUP) : nullptr};
 }
 
+// Asks for the lines of memory of `bytes` bytes from from + ahead on, where there may be nothing: rows of weights are read eight at a time, before
+// the processor sees a stream.
+DEVICE void expect(const uint8_t* from, uint64_t ahead, uint32_t bytes) {
+  UNROLL
+  for (uint32_t i = 0; i < bytes; i += 64) __builtin_prefetch((const void*)((uintptr_t)from + ahead + i));
+}
+
 // Four chunks of each stream, transposed: word[i] has word i of chunks 0 to 3 of `low`, then of `high`.
 DEVICE void load_words(const uint8_t* low, const uint8_t* high, words8 word[4]) {
 #if defined(GLM53_HOST_AVX2)
@@ -190,6 +197,8 @@ void short_dots(const WeightRow* rows, const float* x, uint64_t pitch, uint32_t 
         scale = load8(both);
       }
       const uint8_t *low = rows[2 * p].codes + s * STREAM_BYTES, *high = rows[2 * p + 1].codes + s * STREAM_BYTES;
+      expect(low, 2 * P * W::row_bytes(k), STREAM_BYTES);
+      expect(high, 2 * P * W::row_bytes(k), STREAM_BYTES);
       add_step<R, ROWS>(low, high, scale, x + (uint64_t)s * step_floats<R>, pitch, sum[p]);
     }
   }

@@ -1,6 +1,7 @@
 // portable.h - the only file that knows which compiler is at work. Kernels see one vocabulary:
 //   KERNEL(name, args_type, threads) { body using `a` }   SPIN_KERNEL(...) for kernels that call spin_until
 //   PAIR_KERNEL(...)                    two blocks share a multiprocessor: half of its registers each, where the compiler must be told
+//   TRIPLE_KERNEL(...)                  likewise three blocks, a third
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)
 //   SHARED(type, name, count)           workgroup memory (LDS)
 //   UNROLL, ROLLED                      before a loop: always unrolled; never, where that would cost too many registers

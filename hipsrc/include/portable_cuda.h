@@ -8,6 +8,7 @@
 #define KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ args_type a)
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
 #define PAIR_KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads, 2) name(const __grid_constant__ args_type a)
+#define TRIPLE_KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads, 3) name(const __grid_constant__ args_type a)
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #define WAVE 32

@@ -20,6 +20,7 @@
 #define KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, 0u)
 #define SPIN_KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, GLM53_KERNEL_SPINS)
 #define PAIR_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
+#define TRIPLE_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
 #define GLM53_HOST_KERNEL(name, args_type, threads, flags)                                                                 \
   static void name(const args_type a);                                                                                     \
   static const bool name##_registered =                                                                                    \

@@ -1,21 +1,25 @@
 // step_experts.hip - the routed experts of a decode step (docs/decisions/0004-step-graph.md).
 //   step_experts  act[pair] = T(T(silu(gate)) * up), gate and up = T(x[row] @ w[expert]^T), as matmul and silu_mul round
 //   step_down     y = T(residual + T(T(sum over slots, weight * T(act @ down[expert]^T)) + T(shared_act @ shared_down^T))), as expert_sum rounds
-// T = bf16: matrix tiles, whose order of additions expert_walk.h has. step_experts and the shared product divide k >= 1024 among the eight waves of a
-// block; a routed product of step_down belongs to one wave, which takes its groups in ascending order whatever k is.
+// T = bf16: matrix tiles, whose order of additions expert_walk.h has, and expert_strips.h for step_experts on mma.sync. step_experts and the shared
+// product divide k >= 1024 among the eight waves of a block (strips any k); a routed product of step_down belongs to one wave, which takes its groups
+// in ascending order whatever k is.
 // T = f32, for parity: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024, else 4; a lane adds its
 // elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
 // the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
 #include "portable.h"
 #include "gemv.h"
+#include "expert_strips.h"
 #include "expert_tiles.h"
 
 namespace step_moe {
 
 namespace tiles = expert_tiles;
 constexpr uint32_t THREADS = 256;
-constexpr uint32_t EXPERT_COLS = 64, DOWN_COLS = 32;  // columns of a block
+constexpr uint32_t EXPERT_COLS = 16, DOWN_COLS = 32;  // columns of a block of the grid
 constexpr uint32_t TILE_COLS = 16;                    // of step_experts, gate and up
+// Columns that a block of step_experts computes with T = bf16; where it is more than EXPERT_COLS the blocks between do nothing.
+constexpr uint32_t BLOCK_COLS = tiles::RUNS ? EXPERT_COLS : 64;
 constexpr uint32_t SLOTS_MAX = 16;
 
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -154,7 +158,7 @@ template <class W>
 DEVICE void experts_tiles(const step_experts_args& a, uint32_t expert, const uint32_t* members, uint32_t count, const tiles::Lds& lds,
                           uint16_t* scales) {
   uint32_t waves = working_waves(a.k), first = block_y() * EXPERT_COLS, last = a.n - 1;
-  uint32_t some = least((a.n - first + TILE_COLS - 1) / TILE_COLS, EXPERT_COLS / TILE_COLS);
+  uint32_t some = least((a.n - first + TILE_COLS - 1) / TILE_COLS, BLOCK_COLS / TILE_COLS);
   auto row = [&](uint32_t tile, uint32_t i) { return i / TILE_COLS * a.n + least(first + tile * TILE_COLS + i % TILE_COLS, last); };
   auto x = [&](uint32_t r) { return (const bf16*)a.x + (uint64_t)(members[r] / a.slots) * a.k; };
   auto emit = [&](uint32_t tile) {
@@ -170,8 +174,18 @@ DEVICE void experts_tiles(const step_experts_args& a, uint32_t expert, const uin
     gate = rounded<bf16>::of(gate);
     store_f32((bf16*)a.act + (uint64_t)members[r] * a.n + column, rounded<bf16>::of(silu_f32(gate)) * rounded<bf16>::of(up));
   };
-  block_product(rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, a.k), some, row, x, gemv::values_aligned((const bf16*)a.x, a.k, a.k), count,
-                lds, scales, emit);
+  Rows<W> w = rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, a.k);
+#if defined(TILE_MMA)
+  if (W::SCALED || whole_groups(w)) {
+    waves = tiles::WAVES;
+    expert_strips::product<W>(w.codes, w.scales, w.k, [&](uint32_t i) { return row(0, i); }, a.n, x, count, lds.sums);
+    block_sync();
+    emit(0);
+    return;
+  }
+#endif
+  bool x_aligned = gemv::values_aligned((const bf16*)a.x, a.k, a.k);
+  if constexpr (!W::SCALED || !tiles::RUNS) block_product(w, some, row, x, x_aligned, count, lds, scales, emit);
 }
 
 template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint32_t pair, uint32_t expert) {
@@ -181,7 +195,7 @@ template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint3
   return true;
 }
 
-// Grid: pairs, ceil(n / 64).
+// Grid: pairs, ceil(n / EXPERT_COLS).
 template <class T, class W> struct Experts;
 template <class W> struct Experts<float, W> {
   DEVICE void run(const step_experts_args& a) {
@@ -193,13 +207,15 @@ template <class W> struct Experts<float, W> {
 };
 template <class W> struct Experts<bf16, W> {
   DEVICE void run(const step_experts_args& a) {
-    SHARED(words16, x, tiles::X_UNITS);
-    SHARED(float, x_sums, tiles::X_SUMS);
+    constexpr bool STRIPS = tiles::RUNS && W::SCALED;
+    SHARED(words16, x, STRIPS ? 1 : tiles::X_UNITS);
+    SHARED(float, x_sums, STRIPS ? 1 : tiles::X_SUMS);
     SHARED(float, sums, tiles::SUMS);
-    SHARED(uint16_t, scales, tiles::SCALES);
+    SHARED(uint16_t, scales, STRIPS ? 1 : tiles::SCALES);
     SHARED(uint32_t, members, tiles::ROWS);
     uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
     if (nothing_outside<bf16>(a, pair, expert)) return;
+    if (block_y() * EXPERT_COLS % BLOCK_COLS) return;
     uint32_t count = 1;
     if (a.rows > 1) count = find_members(a, pair, expert, members);
     else if (thread_id() == 0) members[0] = pair;
@@ -321,25 +337,25 @@ template <class W> struct Down<bf16, W> {
 
 }  // namespace step_moe
 
-#define STEP_EXPERTS(suffix, T, W)                                                               \
-  PAIR_KERNEL(step_experts_##suffix, step_experts_args, 256) { step_moe::Experts<T, W>::run(a); } \
+#define STEP_EXPERTS(suffix, T, W, EXPERTS_KERNEL)                                                  \
+  EXPERTS_KERNEL(step_experts_##suffix, step_experts_args, 256) { step_moe::Experts<T, W>::run(a); } \
   PAIR_KERNEL(step_down_##suffix, step_down_args, 256) { step_moe::Down<T, W>::run(a); }
 
-// LAUNCH step_experts_f32_f32 block=256 cols=64
+// LAUNCH step_experts_f32_f32 block=256 cols=16
 // LAUNCH step_down_f32_f32 block=256 cols=32 slots_max=16
-STEP_EXPERTS(f32_f32, float, f32_weights)
-// LAUNCH step_experts_f32_bf16 block=256 cols=64
+STEP_EXPERTS(f32_f32, float, f32_weights, PAIR_KERNEL)
+// LAUNCH step_experts_f32_bf16 block=256 cols=16
 // LAUNCH step_down_f32_bf16 block=256 cols=32 slots_max=16
-STEP_EXPERTS(f32_bf16, float, bf16_weights)
-// LAUNCH step_experts_f32_q4g64 block=256 cols=64
+STEP_EXPERTS(f32_bf16, float, bf16_weights, PAIR_KERNEL)
+// LAUNCH step_experts_f32_q4g64 block=256 cols=16
 // LAUNCH step_down_f32_q4g64 block=256 cols=32 slots_max=16
-STEP_EXPERTS(f32_q4g64, float, q4g64_weights)
-// LAUNCH step_experts_bf16_bf16 block=256 cols=64
+STEP_EXPERTS(f32_q4g64, float, q4g64_weights, PAIR_KERNEL)
+// LAUNCH step_experts_bf16_bf16 block=256 cols=16
 // LAUNCH step_down_bf16_bf16 block=256 cols=32 slots_max=16
-STEP_EXPERTS(bf16_bf16, bf16, bf16_weights)
-// LAUNCH step_experts_bf16_q8g64 block=256 cols=64
+STEP_EXPERTS(bf16_bf16, bf16, bf16_weights, PAIR_KERNEL)
+// LAUNCH step_experts_bf16_q8g64 block=256 cols=16
 // LAUNCH step_down_bf16_q8g64 block=256 cols=32 slots_max=16
-STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights)
-// LAUNCH step_experts_bf16_q4g64 block=256 cols=64
+STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights, TRIPLE_KERNEL)
+// LAUNCH step_experts_bf16_q4g64 block=256 cols=16
 // LAUNCH step_down_bf16_q4g64 block=256 cols=32 slots_max=16
-STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights)
+STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights, TRIPLE_KERNEL)
