@@ -62,7 +62,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("cmake is not on the PATH")
     sanitizer_library("libasan.so")
     directory = tmp_path_factory.mktemp("sanitized")
-    settings = ["-DCMAKE_CXX_COMPILER=g++", f"-DCMAKE_CXX_FLAGS={FLAGS}", "-DGLM53_ARCHS=none", "-DGLM53_HOST_OPTIMISATION=-O1"]
+    settings = ["-DCMAKE_CXX_COMPILER=g++", f"-DCMAKE_CXX_FLAGS={FLAGS}", "-DGLM53_ARCHS=none", "-DGLM53_HOST_OPTIMISATION=-O0"]
     configure = [cmake, "-S", ROOT / "hipsrc", "-B", directory / "build", *settings]
     for command in (configure, [cmake, "--build", directory / "build", "-j2", "--target", "runtime_cpu", "code_objects"]):
         done = subprocess.run(command, capture_output=True, text=True)
