@@ -79,10 +79,11 @@ class Engine:
         self.tier = self._make_tier(rows_max, fetch, progress)
         key_shape = ExtentShape(config.extent_rows, len(spec.full_layers), spec.index_head_dim * self.dtype.item_bytes)
         self.keys = RowStore(device, self._stream, key_shape, self.sessions_max, self.context_rows_max, "index keys")
-        self.row_error = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
+        flag = lambda: Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
+        self.prompt_row_error, self.step_row_error = flag(), flag()  # [1] u32: 1 + a row that could not be quantised
         self.sampler = Sampler(device, self._stream, self.step_rows_max, self.sessions_max, spec.vocab_size)
         self.step = self._make_step(drawn)
-        self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.tier, self.keys, self.step.head, self.row_error)
+        self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.tier, self.keys, self.step.head, self.prompt_row_error)
         self.decoder = Decoder(device, self._stream, self.step, self.sampler, self.keys, graphs=self._uses_graphs())
 
     def _make_step(self, drawn: Array | None) -> StepForward:
@@ -98,7 +99,7 @@ class Engine:
             step_of(self.tier, rows),
             self.keys,
             self.tier.layout.row_format,
-            self.row_error,
+            self.step_row_error,
             drawn,
         )
 
@@ -160,9 +161,9 @@ class Engine:
             raise InputError(f"Engine.open: config is {type(config).__name__}, wanted an EngineConfig, or single settings such as dtype='f32'")
         config = config or EngineConfig.of(**settings)
         spec = read_config(path, latent_norm_eps=config.latent_norm_eps)
-        check_widths(spec, config.dtype)
         defaults = read_generation_config(path)
         checkpoint = Checkpoint.open(path)
+        check_widths(spec, config.dtype)
         tokenizer = Tokenizer.open(path) if (Path(path) / "tokenizer.json").exists() else None
         runtime.select(None if config.runtime == "auto" else config.runtime)
         ledger = Ledger()
@@ -244,8 +245,10 @@ class Engine:
     def generate_logits(self, prompt_ids: Sequence[int], new_tokens: int, forced: Sequence[int] | None = None) -> tuple[list[int], np.ndarray]:
         """Greedy tokens and all their logits: (tokens, [new_tokens, vocab] f32). With `forced`, those tokens are fed instead of the greedy ones."""
         self._check_ids(integers(prompt_ids))
-        if new_tokens < 1:
-            raise InputError(f"new_tokens: got {new_tokens}, wanted at least 1")
+        if not _is_whole(new_tokens) or new_tokens < 1:
+            raise InputError(f"new_tokens: got {new_tokens!r}, wanted at least 1")
+        if forced is not None and len(forced) < new_tokens - 1:
+            raise InputError(f"forced: got {len(forced)} tokens, wanted at least {new_tokens - 1}, one less than new_tokens")
         logits = np.empty((new_tokens, self.spec.vocab_size), np.float32)
         tokens: list[int] = []
         with self.session() as session:
@@ -288,19 +291,19 @@ class Engine:
             raise InputError("this checkpoint has no tokenizer.json: give the prompt as token ids")
         return self.tokenizer.encode(text)
 
-    def _read_logits(self, count: int) -> np.ndarray:
+    def _read_logits(self, count: int, row_error: Array) -> np.ndarray:
         logits = self.step.logits.slice(0, count).numpy(self._stream)
-        self._check_rows()
+        self._check_rows(row_error)
         return logits
 
-    def _check_rows(self) -> None:
+    def _check_rows(self, row_error: Array) -> None:
         """Raises Glm53Error if a history row could not be quantised since the last call. Waits for the stream."""
         if self.tier.layout.row_format is not RowFormat.Q8G64:
             return
-        bad = int(self.row_error.numpy(self._stream)[0])
+        bad = int(row_error.numpy(self._stream)[0])
         if bad:
-            self.row_error.upload(np.zeros(1, np.uint32), self._stream)
-            raise Glm53Error(row_error_text(bad))
+            row_error.upload(np.zeros(1, np.uint32), self._stream)
+            raise Glm53Error(row_error_text(bad - 1))
 
     def _check_ids(self, ids: list[int], rows: int = 0) -> None:
         check_prompt(ids, self.spec, self.context_rows_max, rows)
@@ -393,7 +396,7 @@ class Engine:
             if not action.last:
                 return []
             drawn = [(action.serial, self.sampler.draw(self.step.logits.slice(0, 1), [request.draw_row()])[0])]
-            self._check_rows()
+            self._check_rows(self.prompt_row_error)
         else:
             drawn = self._step(action, batch)
         chunks = [batch.by_serial[serial].accept(one, self.spec.eos_token_ids, self.context_rows_max) for serial, one in drawn]
@@ -418,6 +421,8 @@ class Engine:
                 batch.ticket = self.decoder.launch(ahead)
         drawn = self.decoder.collect(ticket)
         alive = set(action.serials)
+        if ticket.bad_row is not None and serials[ticket.bad_row] in alive:  # one of a request that has ended was computed in vain
+            raise Glm53Error(row_error_text(ticket.bad_row))
         return [(serial, one) for serial, one in zip(serials, drawn, strict=True) if serial in alive]
 
 
@@ -448,26 +453,29 @@ class Session:
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """Appends prompt rows; logits [vocab] f32 after the last one. If it raises, no row was appended."""
         engine, every = self._engine, integers(ids)
+        engine._check_open()
         engine._check_ids(every, self.rows)
         with engine._turn, engine._all_or_nothing(self.slot):
             engine._prefill(self.slot, every)
-            return engine._read_logits(1)[0]
+            return engine._read_logits(1, engine.prompt_row_error)[0]
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
         """Appends 1 to `Engine.step_rows_max` step rows, as decode or verification does; logits [len(ids), vocab] f32. If it raises, no
         row was appended."""
         engine, every = self._engine, integers(ids)
+        engine._check_open()
         engine._check_ids(every, self.rows)
         if len(every) > engine.step_rows_max:
             raise InputError(f"step: got {len(every)} tokens, wanted at most {engine.step_rows_max}; use prefill for more")
         with engine._turn, engine._all_or_nothing(self.slot):
             engine.decoder.run_rows([(self.slot, len(every))], every, [self.rows])
-            return engine._read_logits(len(every))
+            return engine._read_logits(len(every), engine.step_row_error)
 
     def truncate(self, rows: int) -> None:
         """Keeps the first `rows` rows. Raises InputError outside [0, rows]; has taken place also where it raises a HipError."""
-        if not 0 <= rows <= self.rows:
-            raise InputError(f"truncate: got {rows}, wanted 0 to {self.rows}, the rows of this session")
+        self._engine._check_open()
+        if not _is_whole(rows) or not 0 <= rows <= self.rows:
+            raise InputError(f"truncate: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
         with self._engine._turn:
             try:
                 self._engine.tier.truncate(self.slot, rows)
@@ -486,3 +494,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _is_whole(value: object) -> bool:
+    """A whole number, numpy's included; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

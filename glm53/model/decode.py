@@ -54,6 +54,7 @@ class Ticket:
     def __init__(self, rows: tuple[StepRow, ...], number: int, tops: int, done: Event):
         self.rows, self.number, self.tops, self.done = rows, number, tops, done
         self.drawn: list[Drawn] | None = None
+        self.bad_row: int | None = None  # a row whose history row could not be quantised
 
 
 class Decoder:
@@ -106,7 +107,7 @@ class Decoder:
         self._enqueue(runs, None)
 
     def collect(self, ticket: Ticket) -> list[Drawn]:
-        """What a step drew, by row. Waits for it. Raises Glm53Error if a history row of it could not be quantised."""
+        """What a step drew, by row, and in `ticket.bad_row` a row that could not be stored. Waits for it."""
         while ticket.drawn is None:
             self._collect_first()
         return ticket.drawn
@@ -119,11 +120,6 @@ class Decoder:
     def settle(self) -> None:
         """As `flush`, and the next step starts from the host's tokens: somebody else is about to use the sampler or the step's rows."""
         self.flush()
-        self._ahead = ()
-
-    def forget(self) -> None:
-        """Steps in flight belong to sessions that end: nobody will collect them, and the next step starts from the host's tokens."""
-        self._in_flight.clear()
         self._ahead = ()
 
     def close(self) -> None:
@@ -155,20 +151,19 @@ class Decoder:
             self.keys.advance(slot, n)
 
     def _collect_first(self) -> None:
-        ticket = self._in_flight.popleft()
-        ticket.done.synchronize()
+        ticket = self._in_flight[0]
+        ticket.done.synchronize()  # where this raises, the step is still in flight
+        self._in_flight.popleft()
         record = read_record(self._ring, ticket.number, len(ticket.rows), ticket.tops)
         if record.step != ticket.number:
             raise Glm53Error(f"step {ticket.number} left the record of step {record.step}; next: glm53 selftest, or --no-graphs")
-        if record.row_error:
-            self.step.row_error.upload(np.zeros(1, np.uint32), self.stream)
-            raise Glm53Error(row_error_text(record.row_error))
+        ticket.bad_row = record.row_error - 1 if record.row_error else None
         ticket.drawn = drawn_rows([row.draw for row in ticket.rows], record.tokens, record.logprobs, record.tops)
 
 
-def row_error_text(row_error: int) -> str:
-    """What a row error of the device means: 1 + the row of the pass."""
+def row_error_text(row: int) -> str:
+    """What to say of a row of a pass that could not be quantised."""
     return (
-        f"row {row_error - 1} of a pass holds a value that {RowFormat.Q8G64.value} cannot store (not finite, or beyond f16 scales); "
+        f"row {row} of a pass holds a value that {RowFormat.Q8G64.value} cannot store (not finite, or beyond f16 scales); "
         "check the weights (--check-weights) or use --kv-format bf16"
     )

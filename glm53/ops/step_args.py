@@ -331,7 +331,7 @@ class step_end_args(Args):
         ("params", c_void_p),  # [rows] sample_row
         ("states", c_void_p),  # [sessions] kv_state, or null: no hot cache
         ("round_sessions", c_void_p),  # [rounds] i32; negative: padding
-        ("error", c_void_p),  # [1] u32 of the row quantiser
+        ("error", c_void_p),  # [1] u32 of the row quantiser, 0 after a record
         ("counter", c_void_p),  # [1] u32: steps done
         ("ring", c_void_p),  # [ring_steps, record_words] u32 in host memory
         ("rows", c_uint32),

@@ -54,6 +54,7 @@ KERNEL(step_end, step_end_args, 256) {
     if (t == 0) {
       record[0] = step;
       record[1] = *(const uint32_t*)a.error;
+      *(uint32_t*)a.error = 0;  // it is of this step alone
     }
     for (uint32_t i = t; i < a.rows * row_words; i += step_state::THREADS) {
       uint32_t r = i / row_words, word = i % row_words, value;

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from glm53 import Engine, SamplingParams
+from glm53.errors import Glm53Error, InputError
 from glm53.model.decode import RING_STEPS
 from glm53.ops.step_state import Ring, record_words
 
@@ -140,3 +141,32 @@ def test_ring_of_records_is_refused_if_it_does_not_wrap() -> None:
     assert RING_STEPS & (RING_STEPS - 1) == 0
     with pytest.raises(ValueError, match="power of two"):
         Ring(np.zeros((3, record_words(1, 0)), np.uint32), 0)
+
+
+def test_a_row_that_cannot_be_stored_fails_its_own_request_alone(demo_path: Path) -> None:
+    """The embedding of the first token drawn is NaN, so the row after it cannot be quantised; nobody else may notice."""
+    bad, good = [2, 3, 5, 7], [11, 13]
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=1)
+    with Engine.open(demo_path, context_rows_max=256, sessions_max=2) as engine:
+        expected = engine.generate(good, greedy)
+        token = engine.generate(bad, SamplingParams(temperature=0, max_tokens=1)).token_ids[0]
+        assert token not in expected.token_ids and token not in good
+        engine.weights.embed.slice(token, token + 1).upload(np.full((1, engine.spec.hidden_size), np.nan, np.float32))
+        for _ in range(2):
+            with pytest.raises(Glm53Error, match="q8g64 cannot store"):
+                engine.generate(bad, greedy)
+            assert engine.generate(good, greedy) == expected
+        stopped = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=(token,))
+        assert engine.generate(bad, stopped).finish_reason == "stop"  # the bad row was computed in vain
+        assert engine.generate(good, greedy) == expected
+        pair = engine.generate([bad, good], [stopped, greedy])
+        assert pair[0].finish_reason == "stop" and pair[1].token_ids == expected.token_ids
+        for ahead in range(1, 4):
+            other, stream = engine.stream(good, greedy), engine.stream(bad, greedy)
+            found = [next(other).token_ids[0] for _ in range(ahead)]
+            with pytest.raises(Glm53Error, match="q8g64 cannot store"):
+                list(stream)
+            found += [chunk.token_ids[0] for chunk in other]
+            assert tuple(found) == expected.token_ids
+        with engine.session() as session, pytest.raises(InputError, match=r"truncate: got 0.5"):
+            session.truncate(0.5)  # type: ignore[arg-type]
