@@ -14,13 +14,12 @@
 //   load16_stream, load8_stream         where there are TILE_MMA: of a stream, whose neighbouring bytes the L2 cache is to fetch as well
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop
 //   kernel_args(a)                      the argument struct where it lies, so that an index into its arrays is a load and no copy in scratch memory
-//   in_item(v)                          v of the block, in the registers of the work-item where those of the wave are scarce
 //   in_global(p)                        p, known to point at device memory: where a pointer was chosen among several
 //   f16_value(bits)                     f16 as f32 by the device's own instruction; finite values are exact
 //   fence_device()                      orders this work-item's accesses for the other blocks of the launch
 //   wave32_prefix(v, &total)            exclusive prefix sum of integers over 32 aligned lanes
 //   wave32_max(v)                       the largest of 32 aligned lanes, u64, in each of them
-//   lanes_sum<LANES>(values), wave32_sum(values)              sums of several f32 at once over a group of lanes
+//   lanes_sum<LANES>(values)              sums of several f32 at once over a group of lanes
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
 //   tile16, tile_a, tile_b, tile_add     16 x 16 x 16 matrix tiles (portable_tiles.h)
 //   bytes_bf16(word, i)                signed bytes i and i + 2 of a word as a pair of bf16, where there are matrix tiles

@@ -67,7 +67,6 @@ DEVICE uint32_t opaque_item(uint32_t v) {
   asm volatile("" : "+v"(v));
   return v;
 }
-DEVICE uint32_t in_item(uint32_t v) { return opaque_item(v); }
 template <class A> DEVICE const A& kernel_args(const A&) {
   return *(const A*)(const __attribute__((address_space(4))) A*)__builtin_amdgcn_kernarg_segment_ptr();
 }

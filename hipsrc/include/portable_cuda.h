@@ -31,7 +31,6 @@ DEVICE uint32_t opaque(uint32_t v) {
   return v;
 }
 DEVICE uint32_t opaque_item(uint32_t v) { return opaque(v); }
-DEVICE uint32_t in_item(uint32_t v) { return v; }
 template <class A> DEVICE const A& kernel_args(const A& a) { return a; }
 template <class T> DEVICE T* in_global(T* p) {
   __builtin_assume(__isGlobal(p));

@@ -193,7 +193,6 @@ DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return 
 DEVICE void load16(const void* from, uint32_t* to) { memcpy(to, from, 16); }
 DEVICE uint32_t opaque(uint32_t v) { return v; }
 DEVICE uint32_t opaque_item(uint32_t v) { return v; }
-DEVICE uint32_t in_item(uint32_t v) { return v; }
 template <class A> DEVICE const A& kernel_args(const A& a) { return a; }
 template <class T> DEVICE T* in_global(T* p) { return p; }
 // Blocks of a launch may run on several threads of the host.

@@ -99,7 +99,6 @@ template <uint32_t LANES, int N> DEVICE void lanes_sum(float (&v)[N]) {
   }
 }
 #endif
-template <int N> DEVICE void wave32_sum(float (&v)[N]) { lanes_sum<32>(v); }
 
 #if !defined(GLM53_HOST)
 // Exclusive prefix sum of integers over 32 aligned lanes; *total gets their sum.

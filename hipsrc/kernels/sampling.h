@@ -164,7 +164,7 @@ DEVICE uint64_t block_largest(uint64_t v) {
 DEVICE float ordered_sum(float v) {
   SHARED(float, waves, WAVES);
   float one[1] = {v};
-  wave32_sum(one);
+  lanes_sum<32>(one);
   if (thread_id() % GROUP_LANES == 0) waves[thread_id() / GROUP_LANES] = one[0];
   block_sync();
   float sum = waves[0];
