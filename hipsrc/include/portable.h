@@ -1,7 +1,12 @@
 // portable.h - the only file that knows which compiler is at work. Kernels see one vocabulary:
 //   KERNEL(name, args_type, threads) { body using `a` }   SPIN_KERNEL(...) for kernels that call spin_until
-//   PAIR_KERNEL(...)                    two blocks share a multiprocessor: half of its registers each, where the compiler must be told
-//   TRIPLE_KERNEL(...)                  likewise three blocks, a third
+//   EARLY_KERNEL(name, args_type, threads, blocks) { .. }   `blocks` share a multiprocessor: their part of its registers each, where the compiler
+//                                       must be told. Where launches overlap it begins before the launch before has ended: every work-item calls
+//                                       next_may_begin() and then previous_done() once, and touches before that nothing but weights, which no
+//                                       launch in flight writes. The other kernels do it on entry.
+//   next_may_begin()                    from here on the next launch may begin; when all blocks have come here
+//   previous_done()                     waits until all that earlier launches wrote can be read
+//   prefetch(from, bytes)               asks for device memory that is wanted soon, multiples of 16: a hint
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)
 //   SHARED(type, name, count)           workgroup memory (LDS)
 //   UNROLL, ROLLED                      before a loop: always unrolled; never, where that would cost too many registers

@@ -16,8 +16,7 @@ typedef unsigned long size_t;
 #define KERNEL(name, args_type, threads)                                                             \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads))) void name(const args_type a)
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
-#define PAIR_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
-#define TRIPLE_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
+#define EARLY_KERNEL(name, args_type, threads, blocks) KERNEL(name, args_type, threads)
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("nounroll")
 
@@ -26,6 +25,11 @@ typedef unsigned long size_t;
 #else
 #define WAVE 32
 #endif
+
+// Launches do not overlap here.
+DEVICE void next_may_begin() {}
+DEVICE void previous_done() {}
+DEVICE void prefetch(const void*, uint32_t) {}
 
 DEVICE uint32_t thread_id() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE uint32_t block_x() { return __builtin_amdgcn_workgroup_id_x(); }

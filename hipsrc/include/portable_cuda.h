@@ -5,13 +5,28 @@
 
 #define DEVICE static __device__ __forceinline__
 #define SHARED(type, name, count) __shared__ type name[count]
-#define KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ args_type a)
+// Tells the cuda runtime that every kernel here waits for the launch before it by itself, so that it may begin earlier.
+extern "C" __device__ const int glm53_overlap = 1;
+#define KERNEL(name, args_type, threads)                                                                        \
+  DEVICE void name##_body(const args_type& a);                                                                  \
+  extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ args_type a) {             \
+    next_may_begin();                                                                                           \
+    previous_done();                                                                                            \
+    name##_body(a);                                                                                             \
+  }                                                                                                             \
+  DEVICE void name##_body(const args_type& a)
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
-#define PAIR_KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads, 2) name(const __grid_constant__ args_type a)
-#define TRIPLE_KERNEL(name, args_type, threads) extern "C" __global__ void __launch_bounds__(threads, 3) name(const __grid_constant__ args_type a)
+#define EARLY_KERNEL(name, args_type, threads, blocks) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ args_type a)
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #define WAVE 32
+
+DEVICE void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+DEVICE void previous_done() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
+}
 
 DEVICE uint32_t thread_id() { return threadIdx.x; }
 DEVICE uint32_t block_x() { return blockIdx.x; }

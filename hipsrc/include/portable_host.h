@@ -19,8 +19,7 @@
   type(&name)[count] = *(type(*)[count])host::open_shared(name##_slot, sizeof(type[count]))
 #define KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, 0u)
 #define SPIN_KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, GLM53_KERNEL_SPINS)
-#define PAIR_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
-#define TRIPLE_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
+#define EARLY_KERNEL(name, args_type, threads, blocks) KERNEL(name, args_type, threads)
 #define GLM53_HOST_KERNEL(name, args_type, threads, flags)                                                                 \
   static void name(const args_type a);                                                                                     \
   static const bool name##_registered =                                                                                    \
@@ -137,6 +136,11 @@ inline __attribute__((always_inline)) uint64_t exchange_max(uint64_t value) {
 
 }  // namespace host
 }  // namespace
+
+// Launches do not overlap here.
+DEVICE void next_may_begin() {}
+DEVICE void previous_done() {}
+DEVICE void prefetch(const void*, uint32_t) {}
 
 DEVICE uint32_t thread_id() { return host::group->current; }
 DEVICE uint32_t block_x() { return host::group->bx; }

@@ -2,5 +2,4 @@
 #pragma once
 #define KERNEL(name, args_type, threads) GLM53_KERNEL_LINE(name, args_type, threads, 0)
 #define SPIN_KERNEL(name, args_type, threads) GLM53_KERNEL_LINE(name, args_type, threads, 1)
-#define PAIR_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
-#define TRIPLE_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
+#define EARLY_KERNEL(name, args_type, threads, blocks) KERNEL(name, args_type, threads)

@@ -21,6 +21,7 @@ constexpr uint32_t THREADS = 256, WAVES = THREADS / 32, COLS = 32, ROWS = 8, GRO
 constexpr uint32_t X_VALUES = 16384;                                            // of x in LDS at once
 constexpr uint32_t PAD_MAX = 32, X_UNITS = (X_VALUES + ROWS * PAD_MAX) / 8;     // with what rows are set apart by
 constexpr uint32_t X_SUMS = X_VALUES / GROUP, SUMS = WAVES * ROWS * COLS;
+constexpr uint32_t AHEAD_BYTES = 4096;  // of each row of weights, k >= LONG_K, that are asked for before they are loaded
 
 // LOAD_ROWS: rows of weights of which a work-item loads values, SHARE of each group: `part` says which.
 #if defined(TILE_MMA)
@@ -80,6 +81,8 @@ template <class W> struct Walk {
   const uint16_t* scales;
   uint32_t at[LOAD_ROWS], scale_at[LOAD_ROWS];  // where the share of each row starts, in pieces and in scales
   uint32_t k, groups, next, stride;  // next: the wave's first group of the panel to come
+  const uint8_t* row;               // of which this work-item prefetches bytes from `ahead` on; four work-items of a wave have one
+  uint32_t ahead, row_bytes;
   uint32_t word[DEPTH][LOAD_ROWS][share_words<W>];
   uint16_t scale[DEPTH][LOAD_ROWS];
   float sum[PER_WALK];
@@ -115,6 +118,13 @@ template <class W> DEVICE void load_group(Walk<W>& walk, uint32_t slot, uint32_t
   }
 }
 
+template <class W> DEVICE void prefetch_row(Walk<W>& walk, uint32_t bytes) {
+  if (walk.ahead >= walk.row_bytes) return;
+  uint32_t left = walk.row_bytes - walk.ahead;
+  prefetch(walk.row + walk.ahead, left < bytes ? left : bytes);
+  walk.ahead += bytes;
+}
+
 // codes, scales: of row 0 of a matrix of less than 2^32 weights; rows are multiples of 16 bytes, k at least 64.
 // Starts the first groups.
 template <class W, class Row>
@@ -139,6 +149,11 @@ DEVICE void begin(Walk<W>& walk, const uint8_t* codes, const uint16_t* scales, u
     uint32_t group = walk.next + slot * walk.stride;
     load_group(walk, slot, group < walk.groups ? group : walk.groups - 1u);  // no branch; nobody adds the last group twice
   }
+  constexpr uint32_t SHARERS = COLS / WAVES;
+  walk.ahead = 0;
+  walk.row_bytes = k >= LONG_K && tile_lane() < SHARERS ? (uint32_t)W::row_bytes(k) : 0u;
+  walk.row = codes + (uint64_t)row(tile_group() * SHARERS + tile_lane() % SHARERS) * W::row_bytes(k);
+  prefetch_row(walk, AHEAD_BYTES);
 }
 
 // Pair i of a share in bf16, in the order in which `ordered` leaves x.
@@ -278,6 +293,7 @@ template <class W> DEVICE void advance(Walk<W>& walk, const Panel& p) {
       if (later < walk.groups) load_group(walk, slot, later);
     }
     walk.next += Walk<W>::DEPTH * walk.stride;
+    prefetch_row(walk, Walk<W>::DEPTH * WAVES * (uint32_t)W::row_bytes(GROUP));
   }
 }
 
@@ -460,7 +476,7 @@ template <uint32_t N, class Row> DEVICE void row_scales(const Panel& p, const Ro
   block_sync();
 }
 
-// lds.scale of all rows. Before `begin`: it takes many registers.
+// lds.scale of all rows.
 template <class Row> DEVICE void norm_scales(const Panel& p, const Row& x, float eps) {
   if (p.rows == 1) {
     row_scales<1>(p, x, 0, eps);

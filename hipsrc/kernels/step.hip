@@ -155,6 +155,7 @@ template <class T, class W, bool ALIGNED> DEVICE void multiply_pairs(const step_
   walk.scales[0] = s.scales + (matrix + first_row) * (k / WEIGHT_GROUP);
   walk.scales[1] = s.scales + (matrix + second_row) * (k / WEIGHT_GROUP);
   gemv::begin(walk, k, t);
+  previous_done();
 
   const T* x = (const T*)a.x + s.batch * a.x_batch_stride + (uint64_t)row * a.x_stride;
   T* h = a.h && s.index == 0 && block == 0 ? (T*)a.h + (uint64_t)row * k : nullptr;
@@ -217,12 +218,13 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   const bf16* from = (const bf16*)a.x + s.batch * a.x_batch_stride + (uint64_t)first_row * a.x_stride;
   auto x = [&](uint32_t r) { return from + (uint64_t)r * a.x_stride; };
   Panel p = panel_of<W>({lds.x, nullptr, lds.sums, lds.partial, lds.scale}, a.rows - first_row < ROWS ? a.rows - first_row : ROWS, k);
-  if (a.norm) norm_scales(p, x, a.eps);
   Walk<W> walk;
   begin(walk, s.codes, s.scales, k, [&](uint32_t i) {
     uint32_t col = block * span + i % span;
     return matrix + (col < s.n ? col : s.n - 1u) + (i < span ? 0u : s.n);
   });
+  previous_done();
+  if (a.norm) norm_scales(p, x, a.eps);
   bf16* h = a.h && s.index == 0 && set == 0 ? (bf16*)a.h + (uint64_t)first_row * k : nullptr;
   bool aligned = gemv::values_aligned((const bf16*)a.x, a.x_stride | a.x_batch_stride, k) && (((uint64_t)a.norm | (uint64_t)a.h) & 15u) == 0;
   product(walk, p, x, aligned, {(const bf16*)a.norm, h, lds.scale});
@@ -307,6 +309,7 @@ template <class T> DEVICE void route_last(const step_gemv_args& a, const Segment
 }
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {
+  previous_done();
   if (a.part == PART_ROWS) finish_rows<T>(a, block_x(), lds);
   else if (a.part == PART_GIVE) hotcache::give_part(a.part_give, block_x(), (hotcache::work*)lds.x);
   else if (a.part == PART_PLACE) hotcache::place_part(a.part_place, block_x());
@@ -320,6 +323,7 @@ template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a
   SHARED(float, partial, (wave_product::ROWS * gemv::THREADS / WAVE));
   SHARED(float, scale, wave_product::ROWS);
   Lds lds = {x, sums, partial, scale};
+  next_may_begin();
   if constexpr (!ROUTER) {
     if (block_x() < a.part_blocks) {
       run_part<T>(a, lds);
@@ -343,22 +347,22 @@ template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a
 // Grid: part_blocks + batch * blocks of all segments. A block has cols rows of weights where k >= long_k, else cols_short, and one row of x if T is
 // f32, 8 if it is bf16. The router's segment 0: router_cols, router_cols_short and one row of x.
 // LAUNCH step_gemv_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
-PAIR_KERNEL(step_gemv_f32_f32, step_gemv_args, 256) { step::run<float, f32_weights, false>(a); }
+EARLY_KERNEL(step_gemv_f32_f32, step_gemv_args, 256, 2) { step::run<float, f32_weights, false>(a); }
 // LAUNCH step_gemv_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
-PAIR_KERNEL(step_gemv_f32_bf16, step_gemv_args, 256) { step::run<float, bf16_weights, false>(a); }
+EARLY_KERNEL(step_gemv_f32_bf16, step_gemv_args, 256, 2) { step::run<float, bf16_weights, false>(a); }
 // LAUNCH step_gemv_f32_q8g64 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
-PAIR_KERNEL(step_gemv_f32_q8g64, step_gemv_args, 256) { step::run<float, q8g64_weights, false>(a); }
+EARLY_KERNEL(step_gemv_f32_q8g64, step_gemv_args, 256, 2) { step::run<float, q8g64_weights, false>(a); }
 // LAUNCH step_gemv_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
-PAIR_KERNEL(step_gemv_bf16_bf16, step_gemv_args, 256) { step::run<bf16, bf16_weights, false>(a); }
+EARLY_KERNEL(step_gemv_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, false>(a); }
 // LAUNCH step_gemv_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
-PAIR_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256) { step::run<bf16, q8g64_weights, false>(a); }
+EARLY_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, false>(a); }
 // LAUNCH step_gemv_router_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
-PAIR_KERNEL(step_gemv_router_f32_f32, step_gemv_args, 256) { step::run<float, f32_weights, true>(a); }
+EARLY_KERNEL(step_gemv_router_f32_f32, step_gemv_args, 256, 2) { step::run<float, f32_weights, true>(a); }
 // LAUNCH step_gemv_router_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
-PAIR_KERNEL(step_gemv_router_f32_bf16, step_gemv_args, 256) { step::run<float, bf16_weights, true>(a); }
+EARLY_KERNEL(step_gemv_router_f32_bf16, step_gemv_args, 256, 2) { step::run<float, bf16_weights, true>(a); }
 // LAUNCH step_gemv_router_f32_q8g64 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
-PAIR_KERNEL(step_gemv_router_f32_q8g64, step_gemv_args, 256) { step::run<float, q8g64_weights, true>(a); }
+EARLY_KERNEL(step_gemv_router_f32_q8g64, step_gemv_args, 256, 2) { step::run<float, q8g64_weights, true>(a); }
 // LAUNCH step_gemv_router_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
-PAIR_KERNEL(step_gemv_router_bf16_bf16, step_gemv_args, 256) { step::run<bf16, bf16_weights, true>(a); }
+EARLY_KERNEL(step_gemv_router_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, true>(a); }
 // LAUNCH step_gemv_router_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
-PAIR_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256) { step::run<bf16, q8g64_weights, true>(a); }
+EARLY_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, true>(a); }

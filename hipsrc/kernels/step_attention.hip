@@ -314,7 +314,11 @@ KERNEL(step_attend_bf16_bf16, step_attend_args, 256) { step_mla::attend<bf16, st
 // LAUNCH step_attend_f32_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
 KERNEL(step_attend_f32_q8g64, step_attend_args, 256) { step_mla::attend<float, step_mla::q8g64_words<float>>(a); }
 // LAUNCH step_attend_bf16_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
-PAIR_KERNEL(step_attend_bf16_q8g64, step_attend_args, 256) { step_mla::attend<bf16, step_mla::q8g64_words<bf16>>(a); }
+EARLY_KERNEL(step_attend_bf16_q8g64, step_attend_args, 256, 2) {
+  next_may_begin();
+  previous_done();
+  step_mla::attend<bf16, step_mla::q8g64_words<bf16>>(a);
+}
 
 namespace step_expansion {
 

@@ -67,6 +67,13 @@ template <> struct word_reader<q4g64_weights> {
   }
 };
 
+// Asks for the first bytes of a row of weights, where rows are whole pieces of 16 bytes.
+constexpr uint32_t AHEAD_BYTES = 4096;
+template <class W> DEVICE void prefetch_row(const void* codes, uint64_t row, uint32_t k) {
+  uint32_t bytes = (uint32_t)W::row_bytes(k);
+  if (gemv::rows_aligned<W>((const uint8_t*)codes, k)) prefetch((const uint8_t*)codes + row * bytes, least(bytes, AHEAD_BYTES));
+}
+
 // x @ w[row]^T, the same in each of LANES lanes.
 template <uint32_t LANES, class W> DEVICE float row_product(const Rows<W>& w, uint32_t row, const float* x) {
   const uint8_t* codes = w.codes + row * W::row_bytes(w.k);
@@ -199,6 +206,8 @@ template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint3
 template <class T, class W> struct Experts;
 template <class W> struct Experts<float, W> {
   DEVICE void run(const step_experts_args& a) {
+    previous_done();
+    next_may_begin();
     uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
     if (nothing_outside<float>(a, pair, expert)) return;
     if (a.k >= gemv::LONG_K) experts_f32<32, W>(a, pair, expert);
@@ -213,6 +222,8 @@ template <class W> struct Experts<bf16, W> {
     SHARED(float, sums, tiles::SUMS);
     SHARED(uint16_t, scales, STRIPS ? 1 : tiles::SCALES);
     SHARED(uint32_t, members, tiles::ROWS);
+    previous_done();
+    next_may_begin();  // not before: step_down reads ids while this launch may be at work
     uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
     if (nothing_outside<bf16>(a, pair, expert)) return;
     if (block_y() * EXPERT_COLS % BLOCK_COLS) return;
@@ -220,6 +231,9 @@ template <class W> struct Experts<bf16, W> {
     if (a.rows > 1) count = find_members(a, pair, expert, members);
     else if (thread_id() == 0) members[0] = pair;
     if (count == 0) return;
+    uint32_t column = block_y() * EXPERT_COLS + thread_id() % EXPERT_COLS;
+    if (STRIPS && thread_id() < 2 * EXPERT_COLS)
+      prefetch_row<W>(a.codes, ((uint64_t)expert * 2 + thread_id() / EXPERT_COLS) * a.n + least(column, a.n - 1), a.k);
     tiles::Lds lds = {x, x_sums, sums};
     experts_tiles<W>(a, expert, members, count, lds, scales);
   }
@@ -297,6 +311,18 @@ template <class W> DEVICE void down_tiles(const step_down_args& a, const tiles::
   if (stores) store_y<bf16>(a, row, column, sum, rounded<bf16>::of(shared));
 }
 
+// Asks for the block's rows of weights. ids are there: what wrote them was done when step_experts let this launch begin.
+template <class W> DEVICE void prefetch_down(const step_down_args& a) {
+  uint32_t first = block_y() * DOWN_COLS, i = thread_id() % DOWN_COLS, column = least(first + i, a.n - 1);
+  for (uint32_t slot = thread_id() / DOWN_COLS; slot < a.slots; slot += THREADS / DOWN_COLS) {
+    uint32_t expert = (uint32_t)((const int32_t*)a.ids)[(uint64_t)block_x() * a.slots + slot];
+    if (expert < a.experts) prefetch_row<W>(a.codes, (uint64_t)expert * a.n + column, a.k);
+  }
+  if (thread_id() >= DOWN_COLS) return;
+  if (a.shared_format == WEIGHT_Q8G64) prefetch_row<q8g64_weights>(a.shared_codes, column, a.shared_k);
+  else prefetch_row<bf16_weights>(a.shared_codes, column, a.shared_k);
+}
+
 // Grid: rows, ceil(n / 32).
 template <class T, class W> struct Down;
 template <class W> struct Down<float, W> {
@@ -306,6 +332,8 @@ template <class W> struct Down<float, W> {
   }
   DEVICE void run(const step_down_args& a) {
     SHARED(float, products, (SLOTS_MAX + 1) * DOWN_COLS);  // [slot, then shared][column]
+    next_may_begin();
+    previous_done();
     uint32_t row = block_x(), first = block_y() * DOWN_COLS, last = a.n - 1 - first, c = thread_id();
     float* common = products + SLOTS_MAX * DOWN_COLS;
     if (a.shared_format == WEIGHT_F32) shared<f32_weights>(a, first, last, common);
@@ -331,31 +359,34 @@ template <class W> struct Down<bf16, W> {
     SHARED(float, x_sums, tiles::X_SUMS);
     SHARED(float, sums, tiles::SUMS);
     SHARED(uint16_t, scales, tiles::SCALES);
+    next_may_begin();
+    prefetch_down<W>(a);
+    previous_done();
     down_tiles<W>(a, {x, x_sums, sums}, scales);
   }
 };
 
 }  // namespace step_moe
 
-#define STEP_EXPERTS(suffix, T, W, EXPERTS_KERNEL)                                                  \
-  EXPERTS_KERNEL(step_experts_##suffix, step_experts_args, 256) { step_moe::Experts<T, W>::run(a); } \
-  PAIR_KERNEL(step_down_##suffix, step_down_args, 256) { step_moe::Down<T, W>::run(a); }
+#define STEP_EXPERTS(suffix, T, W, BLOCKS)                                                                \
+  EARLY_KERNEL(step_experts_##suffix, step_experts_args, 256, BLOCKS) { step_moe::Experts<T, W>::run(a); } \
+  EARLY_KERNEL(step_down_##suffix, step_down_args, 256, 2) { step_moe::Down<T, W>::run(a); }
 
 // LAUNCH step_experts_f32_f32 block=256 cols=16
 // LAUNCH step_down_f32_f32 block=256 cols=32 slots_max=16
-STEP_EXPERTS(f32_f32, float, f32_weights, PAIR_KERNEL)
+STEP_EXPERTS(f32_f32, float, f32_weights, 2)
 // LAUNCH step_experts_f32_bf16 block=256 cols=16
 // LAUNCH step_down_f32_bf16 block=256 cols=32 slots_max=16
-STEP_EXPERTS(f32_bf16, float, bf16_weights, PAIR_KERNEL)
+STEP_EXPERTS(f32_bf16, float, bf16_weights, 2)
 // LAUNCH step_experts_f32_q4g64 block=256 cols=16
 // LAUNCH step_down_f32_q4g64 block=256 cols=32 slots_max=16
-STEP_EXPERTS(f32_q4g64, float, q4g64_weights, PAIR_KERNEL)
+STEP_EXPERTS(f32_q4g64, float, q4g64_weights, 2)
 // LAUNCH step_experts_bf16_bf16 block=256 cols=16
 // LAUNCH step_down_bf16_bf16 block=256 cols=32 slots_max=16
-STEP_EXPERTS(bf16_bf16, bf16, bf16_weights, PAIR_KERNEL)
+STEP_EXPERTS(bf16_bf16, bf16, bf16_weights, 2)
 // LAUNCH step_experts_bf16_q8g64 block=256 cols=16
 // LAUNCH step_down_bf16_q8g64 block=256 cols=32 slots_max=16
-STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights, TRIPLE_KERNEL)
+STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights, 3)
 // LAUNCH step_experts_bf16_q4g64 block=256 cols=16
 // LAUNCH step_down_bf16_q4g64 block=256 cols=32 slots_max=16
-STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights, TRIPLE_KERNEL)
+STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights, 3)

@@ -457,7 +457,11 @@ DEVICE void select_row(const step_topk_args& a, uint32_t row) {
 // LAUNCH step_score_f32 block=256 bins=4096 heads_max=64 dim_max=128 query_max=4096 tile=16
 KERNEL(step_score_f32, step_score_args, 256) { step_select::score_row<float>(a); }
 // LAUNCH step_score_bf16 block=256 bins=4096 heads_max=64 dim_max=128 query_max=4096 tile=16
-PAIR_KERNEL(step_score_bf16, step_score_args, 256) { step_select::score_row<bf16>(a); }
+EARLY_KERNEL(step_score_bf16, step_score_args, 256, 2) {
+  next_may_begin();
+  previous_done();
+  step_select::score_row<bf16>(a);
+}
 
 // LAUNCH step_topk block=1024 k_max=2048 blocks_max=1024
 KERNEL(step_topk, step_topk_args, 1024) { step_select::select_row(a, block_y()); }

@@ -19,6 +19,7 @@ static int capture_status;
 static int event_status;
 static unsigned pointer_type = 2;
 static size_t allocated[DEVICES];
+static void* overlap_module;
 
 struct call { char name[32]; unsigned char args[64]; };
 static struct call recorded[64];
@@ -28,6 +29,7 @@ const char* mock_log(void) { return log_text; }
 void mock_clear(void) { log_used = 0; log_text[0] = 0; }
 void mock_fail(const char* name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
 void mock_pointer_type(unsigned type) { pointer_type = type; }
+void mock_overlap_module(void* module) { overlap_module = module; }
 void mock_event_status(int status) { event_status = status; }
 
 static int note(const char* name, const char* text) {
@@ -217,9 +219,15 @@ static void run(const char* name, const unsigned char* args) {
   memcpy(&slot, args + 16, 4);
   state[slot] = state[slot] * 6364136223846793005ull + *step;
 }
-int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned lds, void* s,
-                   void** params, void** extra) {
-  (void)s;
+struct attribute { int id, padding, value, rest[15]; };
+struct config { unsigned gx, gy, gz, bx, by, bz, lds; void* stream; struct attribute* attributes; unsigned attribute_count; };
+int cuModuleGetGlobal_v2(uint64_t* p, size_t* bytes, void* m, const char* name) {
+  if (strcmp(name, "glm53_overlap") || m != overlap_module) return 500;
+  *p = 4096;
+  *bytes = 4;
+  return 0;
+}
+int cuLaunchKernelEx(const struct config* l, void* f, void** params, void** extra) {
   NEED_CONTEXT;
   struct call* c = &recorded[recorded_count % 64];
   snprintf(c->name, sizeof c->name, "%s", (char*)f);
@@ -229,7 +237,9 @@ int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
     for (void** e = extra; *e; e += 2) { if (*e == (void*)1) buffer = e[1]; else bytes = *(size_t*)e[1]; }
     memcpy(c->args, buffer, bytes);
   } else memcpy(c->args, params[0], 24);
-  NOTE("cuLaunchKernel", "%s, %u %u %u, %u %u %u, %u, extra %zu", (char*)f, gx, gy, gz, bx, by, bz, lds, bytes);
+  int overlap = l->attribute_count == 1 && l->attributes->id == 6 && l->attributes->value == 1;
+  NOTE("cuLaunchKernelEx", "%s, %u %u %u, %u %u %u, %u, extra %zu%s", (char*)f, l->gx, l->gy, l->gz, l->bx, l->by, l->bz, l->lds, bytes,
+       overlap ? ", overlap" : l->attribute_count ? ", unknown attributes" : "");
   if (capture_status) recorded_count++;
   else run(c->name, c->args);
   return 0;

@@ -237,12 +237,34 @@ for grid in ((0, 1, 1), (1, 65536, 1), (1, 1, 65536), (1 << 27, 1, 1)):
     second = (9 * 6364136223846793005 + 9) % (1 << 64)
     assert lines == [
         "500",
-        f"0 [0, {first}] ['cuLaunchKernel(counter_step, 3 2 1, 32 1 1, 0, extra 0)']",
-        f"0 [0, {second}] ['cuLaunchKernel(counter_step, 1 1 1, 32 1 1, 0, extra 24)']",
+        f"0 [0, {first}] ['cuLaunchKernelEx(counter_step, 3 2 1, 32 1 1, 0, extra 0)']",
+        f"0 [0, {second}] ['cuLaunchKernelEx(counter_step, 1 1 1, 32 1 1, 0, extra 24)']",
         "1 []",
         "1 []",
         *["9 []"] * 4,
     ]
+
+
+def test_overlap_is_for_code_objects_that_ask(cuda: Callable[[str], list[str]]) -> None:
+    lines = cuda("""
+mock.mock_overlap_module(c_void_p(32))
+args = (ctypes.c_uint64 * 3)()
+params = (c_void_p * 1)(ctypes.addressof(args))
+def launch(module):
+    function = c_void_p()
+    assert call("hipModuleGetFunction", byref(function), c_void_p(module), b"embed") == 0
+    log()
+    result = call("hipModuleLaunchKernel", function, *map(c_uint, (1, 1, 1, 32, 1, 1)), 0, c_void_p(16), params, None)
+    return function, result, log()
+asking, *rest = launch(32)
+print(*rest)
+print(*launch(16)[1:])
+assert call("hipModuleUnload", c_void_p(32)) == 0
+log()
+print(call("hipModuleLaunchKernel", asking, *map(c_uint, (1, 1, 1, 32, 1, 1)), 0, c_void_p(16), params, None), log())
+""")
+    launched = "embed, 1 1 1, 32 1 1, 0, extra 0"
+    assert lines == [f"0 ['cuLaunchKernelEx({launched}{asked})']" for asked in (", overlap", "", "")]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +426,7 @@ def test_an_old_driver_is_named(child: Callable[..., str], tmp_path: Path) -> No
     code = PRELUDE.split("mock =")[0] + "print(hip.hipInit(0))\n"
     code += "hip.glm53_runtime_message.restype = c_char_p\nprint(hip.glm53_runtime_message().decode())"
     code_text, message = child(code, libraries=(old.parent,)).splitlines()
-    assert code_text == "35" and message == "libcuda.so.1 has no cuDriverGetVersion; CUDA 11.4 or later is needed"
+    assert code_text == "35" and message == "libcuda.so.1 has no cuDriverGetVersion; CUDA 12.3 or later is needed"
 
 
 def check_header(include: Path, source: Path) -> str:

@@ -11,7 +11,7 @@ namespace {
 
 using namespace glm53_cuda;
 
-// Enums cross our border as int (or unsigned int, which has the same representation); `Copy2D` stands for CUDA's struct.
+// Enums cross our border as int (or unsigned int, which has the same representation); `Copy2D` and `LaunchConfig` stand for CUDA's structs.
 template <class T, bool is_enum = std::is_enum<T>::value> struct Plain {
   using type = typename std::conditional<std::is_same<T, unsigned int>::value, int, T>::type;
 };
@@ -20,6 +20,9 @@ template <class T> struct Plain<T, true> {
 };
 template <> struct Plain<CUDA_MEMCPY2D, false> {
   using type = Copy2D;
+};
+template <> struct Plain<CUlaunchConfig, false> {
+  using type = LaunchConfig;
 };
 template <class T> struct Plain<const T, false> {
   using type = const typename Plain<T>::type;
@@ -61,6 +64,22 @@ CHECK_FIELD(target_pitch, dstPitch);
 CHECK_FIELD(width_bytes, WidthInBytes);
 CHECK_FIELD(height, Height);
 
+#define CHECK_LAUNCH(ours, theirs) static_assert(offsetof(LaunchConfig, ours) == offsetof(CUlaunchConfig, theirs), #theirs " differs from cuda.h")
+static_assert(sizeof(LaunchConfig) == sizeof(CUlaunchConfig), "CUlaunchConfig differs from cuda.h");
+CHECK_LAUNCH(grid_x, gridDimX);
+CHECK_LAUNCH(grid_y, gridDimY);
+CHECK_LAUNCH(grid_z, gridDimZ);
+CHECK_LAUNCH(block_x, blockDimX);
+CHECK_LAUNCH(block_y, blockDimY);
+CHECK_LAUNCH(block_z, blockDimZ);
+CHECK_LAUNCH(shared_bytes, sharedMemBytes);
+CHECK_LAUNCH(stream, hStream);
+CHECK_LAUNCH(attributes, attrs);
+CHECK_LAUNCH(attribute_count, numAttrs);
+static_assert(sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute), "CUlaunchAttribute differs from cuda.h");
+static_assert(offsetof(LaunchAttribute, id) == offsetof(CUlaunchAttribute, id), "CUlaunchAttribute.id differs from cuda.h");
+static_assert(offsetof(LaunchAttribute, overlap) == offsetof(CUlaunchAttribute, value), "CUlaunchAttribute.value differs from cuda.h");
+
 #define CHECK_VALUE(ours, theirs) static_assert((unsigned long long)(ours) == (unsigned long long)(theirs), #theirs " differs from cuda.h")
 CHECK_VALUE(kHost, CU_MEMORYTYPE_HOST);
 CHECK_VALUE(kDevice, CU_MEMORYTYPE_DEVICE);
@@ -101,6 +120,7 @@ CHECK_VALUE(HIP_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_
 CHECK_VALUE(HIP_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT);
 CHECK_VALUE(1, CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
 CHECK_VALUE(8, CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY);
+CHECK_VALUE(kLaunchOverlap, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 static_assert(kLaunchEnd == CU_LAUNCH_PARAM_END_AS_INT, "launch parameters differ from cuda.h");
 static_assert(kLaunchBufferPointer == CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT, "launch parameters differ from cuda.h");
 static_assert(kLaunchBufferSize == CU_LAUNCH_PARAM_BUFFER_SIZE_AS_INT, "launch parameters differ from cuda.h");

@@ -43,7 +43,7 @@ void open_library() {
   if (!driver_table.name && !missing) missing = #name;
   GLM53_CUDA_CALLS(GLM53_CUDA_LOAD)
 #undef GLM53_CUDA_LOAD
-  if (missing) return open_failed(hipErrorInsufficientDriver, "libcuda.so.1 has no %s; CUDA 11.4 or later is needed", missing, 0);
+  if (missing) return open_failed(hipErrorInsufficientDriver, "libcuda.so.1 has no %s; CUDA 12.3 or later is needed", missing, 0);
   int result = driver_table.cuInit(0);
   if (result) {
     const char* name = nullptr;

@@ -48,6 +48,21 @@ struct Copy2D {
   size_t width_bytes, height;
 };
 
+// CUlaunchAttribute, with the one value that is used, and CUlaunchConfig.
+struct LaunchAttribute {
+  int id;
+  int padding;
+  int overlap;  // programmaticStreamSerializationAllowed
+  int unused[15];
+};
+struct LaunchConfig {
+  unsigned int grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned int attribute_count;
+};
+constexpr int kLaunchOverlap = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
 enum MemoryType : unsigned { kHost = 1, kDevice = 2, kArray = 3, kUnified = 4 };
 enum HostAllocFlag : unsigned { kAllocPortable = 1, kAllocDeviceMap = 2, kAllocWriteCombined = 4 };
 enum HostRegisterFlag : unsigned { kRegisterPortable = 1, kRegisterDeviceMap = 2, kRegisterIoMemory = 4, kRegisterReadOnly = 8 };
@@ -168,10 +183,10 @@ enum Attribute : int {
   X(cuModuleLoad, (Module*, const char*))                                                                       \
   X(cuModuleLoadData, (Module*, const void*))                                                                   \
   X(cuModuleUnload, (Module))                                                                                   \
+  X(cuModuleGetGlobal_v2, (Address*, size_t*, Module, const char*))                                             \
   X(cuModuleGetFunction, (Function*, Module, const char*))                                                      \
   X(cuFuncGetAttribute, (int*, int, Function))                                                                  \
-  X(cuLaunchKernel, (Function, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, Stream, \
-                     void**, void**))                                                                           \
+  X(cuLaunchKernelEx, (const LaunchConfig*, Function, void**, void**))                                          \
   X(cuGraphInstantiateWithFlags, (GraphExec*, Graph, unsigned long long))                                       \
   X(cuGraphLaunch, (GraphExec, Stream))                                                                         \
   X(cuGraphGetNodes, (Graph, GraphNode*, size_t*))                                                              \

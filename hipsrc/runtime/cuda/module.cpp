@@ -1,6 +1,12 @@
 // module.cpp - code objects, launches, graphs.
 #include "driver.h"
 
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <utility>
+#include <vector>
+
 using namespace glm53_cuda;
 
 namespace {
@@ -34,6 +40,30 @@ bool shape_allowed(const unsigned int grid[3], const unsigned int block[3]) {
   return grid[1] <= 65535 && grid[2] <= 65535;
 }
 
+// Functions of code objects that define kOverlapSymbol: their kernels wait themselves for the launch before (portable_cuda.h), so a launch may begin
+// before that has ended. Sorted; guarded by overlap_mutex.
+constexpr char kOverlapSymbol[] = "glm53_overlap";
+std::shared_mutex overlap_mutex;
+std::vector<std::pair<Function, Module>> overlapping;
+
+bool overlaps(Function function) {
+  std::shared_lock<std::shared_mutex> lock(overlap_mutex);
+  auto at = std::lower_bound(overlapping.begin(), overlapping.end(), std::make_pair(function, Module(nullptr)));
+  return at != overlapping.end() && at->first == function;
+}
+
+void note_overlap(Function function, Module module) {
+  std::unique_lock<std::shared_mutex> lock(overlap_mutex);
+  auto entry = std::make_pair(function, module);
+  auto at = std::lower_bound(overlapping.begin(), overlapping.end(), entry);
+  if (at == overlapping.end() || *at != entry) overlapping.insert(at, entry);
+}
+
+void forget_overlap(Module module) {
+  std::unique_lock<std::shared_mutex> lock(overlap_mutex);
+  overlapping.erase(std::remove_if(overlapping.begin(), overlapping.end(), [&](const auto& entry) { return entry.second == module; }), overlapping.end());
+}
+
 }  // namespace
 
 GLM53_EXPORT hipError_t hipModuleLoad(hipModule_t* module, const char* path) {
@@ -54,6 +84,7 @@ GLM53_EXPORT hipError_t hipModuleUnload(hipModule_t module) {
   if (!module) return fail(hipErrorInvalidHandle, "hipModuleUnload: module is null");
   Entered driver;
   if (hipError_t error = driver.enter()) return error;
+  forget_overlap(module_of(module));
   return finish(driver, driver->cuModuleUnload(module_of(module)), "cuModuleUnload");
 }
 
@@ -63,6 +94,10 @@ GLM53_EXPORT hipError_t hipModuleGetFunction(hipFunction_t* function, hipModule_
   Entered driver;
   if (hipError_t error = driver.enter()) return error;
   int result = driver->cuModuleGetFunction(reinterpret_cast<Function*>(function), module_of(module), name);
+  Address symbol = 0;
+  size_t bytes = 0;
+  if (!result && !driver->cuModuleGetGlobal_v2(&symbol, &bytes, module_of(module), kOverlapSymbol))
+    note_overlap(function_of(*function), module_of(module));
   return finish(driver, result, "cuModuleGetFunction");
 }
 
@@ -90,9 +125,9 @@ GLM53_EXPORT hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned i
     if (hipError_t error = translate_extra(extra, cuda_extra)) return error;
   Entered driver;
   if (hipError_t error = driver.enter()) return error;
-  int result = driver->cuLaunchKernel(function_of(function), grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,
-                                      stream_of(stream), params, extra ? cuda_extra : nullptr);
-  return finish(driver, result, "cuLaunchKernel");
+  LaunchAttribute overlap = {kLaunchOverlap, 0, 1, {}};
+  LaunchConfig config = {grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream_of(stream), &overlap, overlaps(function_of(function))};
+  return finish(driver, driver->cuLaunchKernelEx(&config, function_of(function), params, extra ? cuda_extra : nullptr), "cuLaunchKernelEx");
 }
 
 GLM53_EXPORT hipError_t hipGraphInstantiateWithFlags(hipGraphExec_t* exec, hipGraph_t graph, unsigned long long flags) {
