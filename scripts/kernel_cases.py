@@ -361,8 +361,9 @@ def attend(m: Maker) -> Iterator[list[Point]]:
         options = {"offsets": OFFSETS, "row_format": ROW_FORMAT, "rope_offset": s.nope, "scale": s.head_dim**-0.5}
         plans = drawn_plans(m, store, count, m.copies(count * s.topk * s.row_bytes))
         launches = tuple(partial(step_attention.attend, m.stream, q_latent, q, plan, counts, partials, **options) for plan in plans)
+        kernel = step_attention.kernel_for("step_attend_bf16_q8g64", count)
         cost = step_attention.cost_attend(count, s.heads, s.latent, s.rope, s.topk, ITEM, s.row_bytes)
-        points.append(Point("attend", "step_attend_bf16_q8g64", f"{s.heads} heads x {s.topk} rows of {s.row_bytes} B", count, launches, cost))
+        points.append(Point("attend", kernel, f"{s.heads} heads x {s.topk} rows of {s.row_bytes} B", count, launches, cost))
     yield points
 
 
@@ -377,7 +378,8 @@ def expand(m: Maker) -> Iterator[list[Point]]:
         counts, o = m.i32([s.topk] * count), m.empty(T, count, s.heads, s.v)
         launches = tuple(partial(step_attention.expand, m.stream, partials, counts, w, o) for w in weights)
         cost = step_attention.cost_expand(count, s.heads, s.latent, s.v, s.topk, ITEM, Q8)
-        points.append(Point("expand", "step_expand_bf16", f"{s.heads} x ({s.latent} -> {s.v}), {splits} splits", count, launches, cost))
+        kernel = step_attention.kernel_for("step_expand_bf16", count)
+        points.append(Point("expand", kernel, f"{s.heads} x ({s.latent} -> {s.v}), {splits} splits", count, launches, cost))
     yield points
 
 

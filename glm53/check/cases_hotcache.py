@@ -283,5 +283,7 @@ CASES = [
     _case("rules", run_rules),
     _case("wide-k300", partial(run_wide, 300, 3, 2000)),
     _case("wide-k1025-overflow", partial(run_wide, 1025, 2, 1030)),
+    _case("wide-k1025-one-row-overflow", partial(run_wide, 1025, 1, 700)),
+    _case("wide-k2500-one-row", partial(run_wide, 2500, 1, 2300)),
     _case("wide-k2048-8-rows", partial(run_wide, 2048, 8, 32_768 - 192), thorough=True),
 ]

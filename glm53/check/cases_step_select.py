@@ -301,4 +301,6 @@ CASES = [
     _case("give-rules", run_rules),
     _case("give-wide-k300", partial(run_wide, 300, 3, 2000)),
     _case("give-wide-k1025-overflow", partial(run_wide, 1025, 2, 1030)),
+    _case("give-wide-k2048-one-row", partial(run_wide, 2048, 1, 3000)),
+    _case("give-wide-k1025-one-row-overflow", partial(run_wide, 1025, 1, 700)),
 ]

@@ -24,7 +24,7 @@ from glm53.ops.step_state import RowPlace
 from glm53.spec import DType, Offsets
 
 Runs = Sequence[tuple[int, int]]  # (session, query rows) in the order of the rows
-FETCH_BLOCKS = 32  # extra blocks that fetch; the link needs some 110 KB in flight, 4 KiB a block and round trip
+FETCH_BLOCKS = 32  # extra blocks that fetch, 16 KiB in flight each: 8 do not fill the link, and where nothing is missed 32 cost next to nothing
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,13 @@ from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 
 SPLIT = 64  # planned rows of one partial result
 WIDTH_UNIT = 8  # latent, rope and the columns before the rope part of q are multiples of it
+# Kernels with the same bits whose blocks do not share a multiprocessor: for one query row, which has fewer blocks than there are multiprocessors.
+ONE_ROW = {"step_attend_bf16_q8g64": "step_attend_one_bf16_q8g64", "step_expand_bf16": "step_expand_one_bf16"}
+
+
+def kernel_for(name: str, rows: int) -> str:
+    """The kernel that a launch of `rows` query rows takes: `name`, or the one with the same bits for a single row, where there is one."""
+    return ONE_ROW.get(name, name) if rows == 1 else name
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def attend(
     d.match("plan", plan, "rows", "k", dtype=DType.U64)
     d.match("counts", counts, "rows", dtype=DType.I32)
     _match_partials(d, partials)
-    name = format_variant("step_attend", q_latent.dtype, row_format)
+    name = kernel_for(format_variant("step_attend", q_latent.dtype, row_format), d["rows"])
     limits = stream.device.kernel(name).constants
     rope = d["head_dim"] - rope_offset
     d.require(0 <= rope_offset <= d["head_dim"], f"rope_offset is {rope_offset}, expected 0 to head_dim={d['head_dim']}")
@@ -129,7 +136,7 @@ def expand(stream: Stream, partials: Partials, counts: Array, wv: Matrix, o: Arr
     d.match("counts", counts, "rows", dtype=DType.I32)
     d.match("wv", wv.codes, "heads", "v", d["latent"] // 2 if wv.format is WeightFormat.Q4G64 else "latent")
     d.match("o", o, "rows", "heads", "v", dtype=(DType.F32, DType.BF16))
-    name = f"step_expand_{o.dtype.label}"
+    name = kernel_for(f"step_expand_{o.dtype.label}", d["rows"])
     limits = stream.device.kernel(name).constants
     d.require(d["latent"] <= limits["latent_max"], f"latent is {d['latent']}, expected at most {limits['latent_max']}")
     d.require(d["latent"] % WIDTH_UNIT == 0, f"latent is {d['latent']}, expected a multiple of {WIDTH_UNIT}")

@@ -258,8 +258,10 @@ FAST_KERNEL(step_attend_f32_f32, step_attend_args, step_attention::attend<float,
 FAST_KERNEL(step_attend_bf16_bf16, step_attend_args, step_attention::attend<bf16, step_mla::plain_words<bf16>>);
 FAST_KERNEL(step_attend_f32_q8g64, step_attend_args, step_attention::attend<float, step_mla::q8g64_words<float>>);
 FAST_KERNEL(step_attend_bf16_q8g64, step_attend_args, step_attention::attend<bf16, step_mla::q8g64_words<bf16>>);
+FAST_KERNEL(step_attend_one_bf16_q8g64, step_attend_args, step_attention::attend<bf16, step_mla::q8g64_words<bf16>>);
 FAST_KERNEL(step_expand_f32, step_expand_args, step_attention::expand<float>);
 FAST_KERNEL(step_expand_bf16, step_expand_args, step_attention::expand<bf16>);
+FAST_KERNEL(step_expand_one_bf16, step_expand_args, step_attention::expand<bf16>);
 
 }  // namespace host
 }  // namespace

@@ -6,8 +6,8 @@
 //                                       launch in flight writes. The other kernels do it on entry.
 //   next_may_begin()                    from here on the next launch may begin; when all blocks have come here
 //   previous_done()                     waits until all that earlier launches wrote can be read
-//   prefetch(from, bytes)               asks for device memory that is wanted soon, multiples of 16: a hint
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)
+//   wave_sync()                         what the 32 aligned work-items wrote to LDS can be read by each of them
 //   SHARED(type, name, count)           workgroup memory (LDS)
 //   UNROLL, ROLLED                      before a loop: always unrolled; never, where that would cost too many registers
 //   fma_f32, exp_f32, log_f32, sqrt_f32, rsqrt_f32, sincos_f32, max_f32, min_f32
@@ -15,8 +15,12 @@
 //   words16                             16 aligned bytes, for copies
 //   lds_add(ptr, v) u32/u64, global_add u32/u64, global_max(ptr, v) u32   atomics, relaxed
 //   and_or(v, mask, bits)               (v & mask) | bits as one instruction; with_byte(word, j, high): the upper three bytes of high, byte j of word
+//   pick_bytes<a, b, c, d>(low, high)   bytes a, b, c, d of the eight of low, then high
+//   dot4(a, b, c)                       c + the sum of four products of signed bytes, where there are no matrix tiles
 //   load16(from, to)                    16 aligned bytes into four registers as one access
+//   copy16_async, copies_done, store16  where there are TILE_MMA: device memory to workgroup memory without registers; 16 bytes stored as one access
 //   load16_stream, load8_stream         where there are TILE_MMA: of a stream, whose neighbouring bytes the L2 cache is to fetch as well
+//   uniform(v)                         v, which is the same in the whole block, where the compiler cannot know it
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop
 //   kernel_args(a)                      the argument struct where it lies, so that an index into its arrays is a load and no copy in scratch memory
 //   in_global(p)                        p, known to point at device memory: where a pointer was chosen among several

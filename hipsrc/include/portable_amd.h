@@ -29,7 +29,6 @@ typedef unsigned long size_t;
 // Launches do not overlap here.
 DEVICE void next_may_begin() {}
 DEVICE void previous_done() {}
-DEVICE void prefetch(const void*, uint32_t) {}
 
 DEVICE uint32_t thread_id() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE uint32_t block_x() { return __builtin_amdgcn_workgroup_id_x(); }
@@ -47,6 +46,11 @@ DEVICE void block_sync() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
+DEVICE void wave_sync() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
+}
 DEVICE int32_t shuffle_from(int32_t v, uint32_t lane) { return __builtin_amdgcn_ds_bpermute((int)((lane & (WAVE - 1)) << 2), v); }
 DEVICE uint32_t shuffle_from(uint32_t v, uint32_t lane) { return (uint32_t)shuffle_from((int32_t)v, lane); }
 DEVICE float shuffle_from(float v, uint32_t lane) { return __builtin_bit_cast(float, shuffle_from(__builtin_bit_cast(int32_t, v), lane)); }
@@ -63,6 +67,7 @@ DEVICE uint64_t wave32_max(uint64_t v) {
   return v;
 }
 
+DEVICE uint32_t uniform(uint32_t v) { return __builtin_amdgcn_readfirstlane(v); }
 DEVICE uint32_t opaque(uint32_t v) {
   asm volatile("" : "+s"(v));
   return v;
@@ -77,6 +82,9 @@ template <class A> DEVICE const A& kernel_args(const A&) {
 template <class T> DEVICE T* in_global(T* p) { return (T*)(__attribute__((address_space(1))) T*)(uint64_t)p; }
 DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) { return (v & mask) | bits; }
 DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return __builtin_amdgcn_perm(high, word, 0x07060500u + byte); }
+template <uint32_t A, uint32_t B, uint32_t C, uint32_t D> DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high) {
+  return __builtin_amdgcn_perm(high, low, A | B << 8 | C << 16 | D << 24);
+}
 typedef uint32_t words4 __attribute__((ext_vector_type(4)));
 DEVICE void load16(const void* from, uint32_t* to) {
   words4 v = *(const words4*)from;
@@ -121,12 +129,16 @@ template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {
 #define TILE_WMMA 1
 typedef uint32_t tile_words __attribute__((ext_vector_type(8)));
 typedef short tile_values __attribute__((ext_vector_type(16)));
+typedef int code_words __attribute__((ext_vector_type(4)));
 #define TILE_INSTRUCTION __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32
+#define TILE_CODES __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32
 #elif defined(__GFX12__)
 #define TILE_WMMA 2
 typedef uint32_t tile_words __attribute__((ext_vector_type(4)));
 typedef short tile_values __attribute__((ext_vector_type(8)));
+typedef int code_words __attribute__((ext_vector_type(2)));
 #define TILE_INSTRUCTION __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12
+#define TILE_CODES __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12
 #endif
 #if defined(TILE_WMMA)
 DEVICE void wmma_16x16x16(float* d, tile_words a, tile_words b) {
@@ -136,10 +148,20 @@ DEVICE void wmma_16x16x16(float* d, tile_words a, tile_words b) {
   UNROLL
   for (int i = 0; i < 8; i++) d[i] = v[i];
 }
+// The same in signed bytes: 16 a work-item on gfx11, 8 on gfx12.
+DEVICE void wmma_16x16x16(int32_t* d, code_words a, code_words b) {
+  typedef int sums __attribute__((ext_vector_type(8)));
+  sums v = {d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]};
+  v = TILE_CODES(true, a, true, b, v, false);
+  UNROLL
+  for (int i = 0; i < 8; i++) d[i] = v[i];
+}
 // Signed bytes i and i + 2 (i = 0 or 1) of the word as bf16, exactly: the upper halves of f32 values of at most 8 bits.
 DEVICE uint32_t bytes_bf16(uint32_t word, uint32_t i) {
   uint32_t biased = word ^ 0x80808080u;  // byte + 128
   float low = (float)((biased >> (8 * i)) & 0xffu) - 128.0f, high = (float)((biased >> (8 * i + 16)) & 0xffu) - 128.0f;
   return __builtin_amdgcn_perm(bits_of(high), bits_of(low), 0x07060302u);
 }
+#else
+DEVICE int32_t dot4(uint32_t a, uint32_t b, int32_t c) { return __builtin_amdgcn_sdot4((int)a, (int)b, c, false); }
 #endif

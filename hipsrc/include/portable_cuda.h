@@ -24,9 +24,6 @@ extern "C" __device__ const int glm53_overlap = 1;
 
 DEVICE void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 DEVICE void previous_done() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void prefetch(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
-}
 
 DEVICE uint32_t thread_id() { return threadIdx.x; }
 DEVICE uint32_t block_x() { return blockIdx.x; }
@@ -34,6 +31,7 @@ DEVICE uint32_t block_y() { return blockIdx.y; }
 DEVICE uint32_t block_z() { return blockIdx.z; }
 DEVICE uint32_t lane_id() { return threadIdx.x & (WAVE - 1); }
 DEVICE void block_sync() { __syncthreads(); }
+DEVICE void wave_sync() { __syncwarp(); }
 template <class T> DEVICE T shuffle_from(T v, uint32_t lane) { return __shfl_sync(~0u, v, (int)lane); }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return __shfl_xor_sync(~0u, v, (int)mask); }
 DEVICE uint64_t wave32_max(uint64_t v) {  // by halves, each in one instruction
@@ -41,6 +39,20 @@ DEVICE uint64_t wave32_max(uint64_t v) {  // by halves, each in one instruction
   return (uint64_t)high << 32 | __reduce_max_sync(~0u, (uint32_t)(v >> 32) == high ? (uint32_t)v : 0u);
 }
 
+// The exclusive prefix sum of portable_math.h for 32 bits: a step is one shuffle, which says itself whether there was a lane below, and one sum.
+DEVICE uint32_t wave32_prefix(uint32_t v, uint32_t* total) {
+  uint32_t sum = v;
+  UNROLL
+  for (uint32_t d = 1; d < 32; d <<= 1) {
+    asm volatile("{ .reg .u32 below; .reg .pred there; shfl.sync.up.b32 below|there, %0, %1, 0, 0xffffffff; @there add.u32 %0, %0, below; }"
+                 : "+r"(sum)
+                 : "r"(d));
+  }
+  *total = shuffle_from(sum, 31);
+  return sum - v;
+}
+
+DEVICE uint32_t uniform(uint32_t v) { return v; }
 DEVICE uint32_t opaque(uint32_t v) {
   asm volatile("" : "+r"(v));
   return v;
@@ -57,6 +69,10 @@ DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) {
   return r;
 }
 DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return __byte_perm(word, high, 0x7650u + byte); }
+// Byte i of the result is byte a, b, c or d of the eight of low and high.
+template <uint32_t A, uint32_t B, uint32_t C, uint32_t D> DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, A | B << 4 | C << 8 | D << 12);
+}
 DEVICE void load16(const void* from, uint32_t* to) {
   uint4 v = *(const uint4*)from;
   to[0] = v.x;
@@ -117,12 +133,27 @@ DEVICE void mma_16x8x16(float* d, const uint32_t* a, const uint32_t* b) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// d += a * b with the fragments of mma.m16n8k32 in signed bytes.
+DEVICE void mma_16x8x32(int32_t* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 // Four 8 x 8 matrices of 2-byte elements, each transposed; work-item l gives the address of row l % 8 of matrix l / 8.
 DEVICE void load_matrices_transposed(uint32_t* v, const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"((uint32_t)__cvta_generic_to_shared(row))
                : "memory");
+}
+// 16 aligned bytes of device memory to workgroup memory while the work-item goes on; copies_done: until its own copies are there.
+DEVICE void copy16_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// 16 aligned bytes of device memory as one access, whichever registers they are in.
+DEVICE void store16(void* to, const uint32_t* v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 DEVICE uint32_t pack_bf16(float low, float high) {
   uint32_t pair;

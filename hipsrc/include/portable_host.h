@@ -140,7 +140,6 @@ inline __attribute__((always_inline)) uint64_t exchange_max(uint64_t value) {
 // Launches do not overlap here.
 DEVICE void next_may_begin() {}
 DEVICE void previous_done() {}
-DEVICE void prefetch(const void*, uint32_t) {}
 
 DEVICE uint32_t thread_id() { return host::group->current; }
 DEVICE uint32_t block_x() { return host::group->bx; }
@@ -150,6 +149,7 @@ DEVICE uint32_t lane_id() { return host::group->current % WAVE; }
 DEVICE void block_sync() { host::leave(host::AT_BARRIER); }
 template <class T> DEVICE T shuffle_from(T v, uint32_t lane) { return host::exchange(v, lane); }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return host::exchange(v, lane_id() ^ mask); }
+DEVICE void wave_sync() { shuffle_xor(0u, 0u); }
 DEVICE uint64_t wave32_max(uint64_t v) { return host::exchange_max(v); }
 template <class T> DEVICE T wave32_prefix(T v, T* total) { return host::exchange_prefix(v, total); }
 
@@ -193,8 +193,18 @@ DEVICE uint64_t load_system(const uint64_t* p) { return __atomic_load_n(p, __ATO
 DEVICE uint32_t load_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) { return (v & mask) | bits; }
+template <uint32_t A, uint32_t B, uint32_t C, uint32_t D> DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high) {
+  uint64_t both = (uint64_t)high << 32 | low;
+  return (uint32_t)(both >> (8 * A) & 0xffu) | (uint32_t)(both >> (8 * B) & 0xffu) << 8 | (uint32_t)(both >> (8 * C) & 0xffu) << 16 |
+         (uint32_t)(both >> (8 * D) & 0xffu) << 24;
+}
+DEVICE int32_t dot4(uint32_t a, uint32_t b, int32_t c) {
+  for (uint32_t i = 0; i < 32; i += 8) c += (int32_t)(int8_t)(a >> i) * (int32_t)(int8_t)(b >> i);
+  return c;
+}
 DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return ((word >> (8 * byte)) & 0xffu) | (high & 0xffffff00u); }
 DEVICE void load16(const void* from, uint32_t* to) { memcpy(to, from, 16); }
+DEVICE uint32_t uniform(uint32_t v) { return v; }
 DEVICE uint32_t opaque(uint32_t v) { return v; }
 DEVICE uint32_t opaque_item(uint32_t v) { return v; }
 template <class A> DEVICE const A& kernel_args(const A& a) { return a; }

@@ -59,24 +59,12 @@ DEVICE hot_buffer open_buffer(const kv_state& state, uint32_t ring_rows, uint32_
 }
 DEVICE uint64_t slot_reference(const hot_buffer& h, uint32_t slot) { return h.base + (uint64_t)(h.ring_rows + slot) * h.row_bytes; }
 
-// The plan entry of a row: where it lies on the device, else MISSED. slot, filled: what the tables say, loaded at addresses that are always good, so
-// that the loads of several rows are under way together. A find pins the slot. A fill of the current round is found only if this group is
-// planned twice in a round: it counts as missed, for its bytes may not have come.
-DEVICE uint64_t look_up(const hot_buffer& h, const slot_table& s, int32_t position, int32_t slot, uint32_t filled) {
-  if (position >= h.cached) return h.base + (uint64_t)((uint32_t)position % h.modulus) * h.row_bytes;
-  if (slot < 0 || filled == h.tag) return MISSED;
-  s.used[slot] = h.tag;
-  s.filled[slot] = 0;
-  return slot_reference(h, (uint32_t)slot);
-}
-
-constexpr uint32_t ORDER = 2048;   // misses whose position, then slot, is kept in LDS
-constexpr uint32_t WINDOW = 2048;  // slots from the hand whose tags are loaded beside the look-up
+constexpr uint32_t ORDER = 2048;  // misses whose position and entry are kept in LDS
 struct work {
   uint64_t scan[BLOCK_SCAN];
-  uint32_t order[ORDER];
-  uint32_t pinned[WINDOW / 32];  // those of the window that this block has pinned: their tags were loaded before
-  uint32_t round, last;          // GIVE: of this row; whether its block came last
+  uint32_t order[ORDER];  // position of the miss
+  uint32_t entry[ORDER];  // its place in the row, where the round has one row
+  uint32_t round, last;   // GIVE: of this row; whether its block came last
 };
 
 // What a block works on: one round of one group.
@@ -107,286 +95,272 @@ template <class A> DEVICE void open_session(const A& a, uint32_t row, round_of_g
   g->hand = (uint32_t*)a.hands + index;
   g->counters = (uint64_t*)a.counters + index * 8u;
 }
+// One row whose misses fit LDS: they have no duplicates, and each knows its entry.
+template <class A> DEVICE bool is_single(const A& a, const round_of_group& g) { return g.last - g.first == 1u && a.k <= ORDER; }
 
-// ITEMS consecutive entries of a work-item.
-constexpr uint32_t FOUND = ~0u, NEW_MISS = ~0u - 1u;
-template <uint32_t ITEMS> struct entries {
-  int32_t position[ITEMS];
-  int32_t slot[ITEMS];     // slot_of
-  uint64_t extent[ITEMS];  // address of the extent
-  uint32_t miss[ITEMS];    // number of the miss; FOUND: none, or past the end of the row; NEW_MISS: no number yet
-  uint32_t recent;         // of them past the boundary
+// A work-item has ITEMS consecutive entries of a row at a time. What comes up for all of them is unrolled, so that its loads are under way together;
+// what comes up for few goes over the bits of a mask: a round is one block, and most of its time is that of instructions which it fetches once.
+
+// Positions of entries from `first` on: loaded before the session is known.
+template <uint32_t ITEMS, class A> DEVICE void load_selected(const A& a, uint32_t row, uint32_t first, int32_t* position) {
+  const int32_t* selected = (const int32_t*)a.selected + row * a.k;
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) position[i] = selected[first + i < a.k ? first + i : 0u];
+}
+
+// Bits of those of a work-item's entries, the first of which is `first`, that lie below `end`.
+template <uint32_t ITEMS> DEVICE uint32_t bits_of_entries(uint32_t first, uint32_t end) {
+  uint32_t count = end > first ? end - first : 0u;
+  return (1u << (count < ITEMS ? count : ITEMS)) - 1u;
+}
+
+struct looked_up {
+  uint32_t missed, recent;  // bits of entries; recent: at or past the boundary
 };
+
+// Looks entries up; position as load_selected gives it. The plan gets what was found, 0 past the row's end and MISSED elsewhere. A find pins the
+// slot. A fill of the current round is found only if this group is planned twice in a round: it counts as missed, for its bytes may not have come.
+template <uint32_t ITEMS, class A>
+DEVICE looked_up look_up_entries(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, int32_t* position) {
+  const int32_t* selected = (const int32_t*)a.selected + row * a.k;
+  uint64_t* plan = (uint64_t*)a.plan + row * a.k;
+  uint32_t inside = bits_of_entries<ITEMS>(first, count), recent = 0, known = 0, filled[ITEMS];
+  int32_t slot[ITEMS];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) position[i] = inside >> i & 1u ? position[i] : 0;
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) slot[i] = g.s.slot_of[position[i]];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) filled[i] = g.s.filled[slot[i] >= 0 ? slot[i] : 0];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) {
+    recent |= position[i] >= g.h.cached ? 1u << i : 0u;
+    known |= slot[i] >= 0 && filled[i] != g.h.tag ? 1u << i : 0u;
+  }
+  looked_up e = {inside & ~recent & ~known, inside & recent};
+  uint32_t found = inside & ~recent & known;
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) {
+    if (found >> i & 1u) {
+      g.s.used[slot[i]] = g.h.tag;
+      g.s.filled[slot[i]] = 0;
+      plan[first + i] = slot_reference(g.h, (uint32_t)slot[i]);
+    }
+  }
+  ROLLED
+  for (uint32_t bits = bits_of_entries<ITEMS>(first, a.k) & ~found; bits; bits &= bits - 1u) {
+    uint32_t i = lowest_bit(bits), at = first + i;
+    uint64_t entry = e.missed >> i & 1u ? MISSED : 0u;
+    if (e.recent >> i & 1u) entry = g.h.base + (uint64_t)((uint32_t)selected[at] % g.h.modulus) * g.h.row_bytes;
+    plan[at] = entry;
+  }
+  return e;
+}
+
+// Entries that another block has looked up: bits of those missed. Position 0 where nothing was.
+template <uint32_t ITEMS, class A>
+DEVICE uint32_t recall_misses(const A& a, uint32_t row, uint32_t first, uint32_t count, int32_t* position) {
+  const uint64_t* plan = (const uint64_t*)a.plan + row * a.k;
+  uint32_t entry[ITEMS], missed = 0;
+  load_selected<ITEMS>(a, row, first, position);
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) entry[i] = (uint32_t)plan[first + i < a.k ? first + i : 0u];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) missed |= entry[i] & MISSED ? 1u << i : 0u;
+  missed &= bits_of_entries<ITEMS>(first, count);
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) position[i] = missed >> i & 1u ? position[i] : 0;
+  return missed;
+}
+
+// A slot, as it was when it was loaded; beyond the last one: in use.
+struct slot_seen {
+  uint32_t slot, used;
+  int32_t held;
+};
+// at: from the hand on.
+template <class A> DEVICE slot_seen load_slot(const A& a, const round_of_group& g, uint32_t hand, uint32_t at) {
+  uint32_t c = hand + (at < a.slots ? at : 0u);
+  c = c >= a.slots ? c - a.slots : c;
+  return {c, at < a.slots ? g.s.used[c] : g.h.tag, g.s.position_of[c]};
+}
 
 // Sums over the round, each below 2^21.
 struct tally {
   uint32_t misses, recent, duplicates;
 };
 
-// Tables of all items at once. Positions past the boundary may have no extent.
-template <uint32_t ITEMS, class A> DEVICE void load_tables(const A& a, const round_of_group& g, entries<ITEMS>* e) {
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    uint32_t extent = (uint32_t)e->position[i] / a.extent_rows;
-    e->slot[i] = g.s.slot_of[e->position[i]];
-    e->extent[i] = g.table[extent < a.table_stride ? extent : 0u];
-  }
-}
-
-// ITEMS slots of a work-item, in circular order from the hand.
-template <uint32_t ITEMS> struct slots_seen {
-  uint32_t slot[ITEMS], used[ITEMS];
-  int32_t held[ITEMS];
-};
-template <uint32_t ITEMS, class A> DEVICE void load_slots(const A& a, const round_of_group& g, uint32_t hand, uint32_t first, slots_seen<ITEMS>* v) {
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    uint32_t c = hand + (first + i < a.slots ? first + i : 0u);
-    v->slot[i] = c >= a.slots ? c - a.slots : c;
-    v->used[i] = g.s.used[v->slot[i]];
-    v->held[i] = g.s.position_of[v->slot[i]];
-  }
-}
-
-// Entries [first, first + ITEMS) of a row are looked up in two steps: `load_selected` loads what can be loaded before the session is known.
-template <uint32_t ITEMS, class A> DEVICE void load_selected(const A& a, uint32_t row, uint32_t first, entries<ITEMS>* e) {
-  const int32_t* selected = (const int32_t*)a.selected + row * a.k;
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) e->position[i] = selected[first + i < a.k ? first + i : 0u];
-}
-
-// The plan gets what was found, and 0 past the row's end. alone: the round has this tile alone; then v gets the window of slots, as it was before, and
-// w what was pinned of it. Else MISSED is left in the plan where nothing was found.
-template <uint32_t ITEMS, class A>
-DEVICE void look_up_entries(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, bool alone, entries<ITEMS>* e,
-                            uint32_t hand, slots_seen<ITEMS>* v, work* w) {
-  uint64_t* plan = (uint64_t*)a.plan + row * a.k;
-  uint32_t filled[ITEMS];
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) e->position[i] = first + i < count ? e->position[i] : 0;
-  load_tables(a, g, e);
-  if (alone) load_slots(a, g, hand, first, v);
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) filled[i] = g.s.filled[e->slot[i] >= 0 ? e->slot[i] : 0];
-  e->recent = 0;
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    bool inside = first + i < count, recent = inside && e->position[i] >= g.h.cached;
-    uint64_t entry = inside ? look_up(g.h, g.s, e->position[i], e->slot[i], filled[i]) : 0u;
-    e->miss[i] = entry == MISSED ? NEW_MISS : FOUND;
-    e->recent += recent ? 1u : 0u;
-    if ((!alone || entry != MISSED) && first + i < a.k) plan[first + i] = entry;
-    if (!alone || !inside || recent || entry == MISSED) continue;
-    uint32_t from_hand = (uint32_t)e->slot[i] - hand, place = (uint32_t)e->slot[i] < hand ? from_hand + a.slots : from_hand;
-    if (place < WINDOW) lds_add(&w->pinned[place / 32u], 1u << place % 32u);  // a slot is found once a row
-  }
-}
-
-// The same of a row that was looked up by another block.
-template <uint32_t ITEMS, class A>
-DEVICE void recall_misses(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, entries<ITEMS>* e) {
-  const uint64_t* plan = (const uint64_t*)a.plan + row * a.k;
-  load_selected(a, row, first, e);
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) e->miss[i] = (uint32_t)plan[first + i < a.k ? first + i : 0u];
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    e->miss[i] = first + i < count && (e->miss[i] & MISSED) ? NEW_MISS : FOUND;
-    e->position[i] = e->miss[i] == NEW_MISS ? e->position[i] : 0;
-  }
-  e->recent = 0;
-  load_tables(a, g, e);
-}
-
 // Numbers the misses of a tile in order of their place, after those counted so far. A claim of an earlier row makes a duplicate; new misses are
-// claimed, unless no row follows, and enter the fetch list with their source.
+// claimed, unless no row follows, and enter the fetch list with their source. The plan gets the numbers, but where a miss knows its entry; there `v`
+// gets the first slots from the hand, as the look-up left them. position: 0 where nothing was missed.
 template <uint32_t THREADS, uint32_t ITEMS, class A>
-DEVICE void number_misses(const A& a, const round_of_group& g, entries<ITEMS>* e, tally* n, work* w) {
-  uint32_t fresh = 0, duplicates = 0;
+DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uint32_t first, const int32_t* position, const looked_up& e,
+                          uint32_t hand, slot_seen* v, tally* n, work* w) {
+  const int32_t* selected = (const int32_t*)a.selected + row * a.k;
+  uint64_t* plan = (uint64_t*)a.plan + row * a.k;
+  uint32_t claimed = 0, held = 0;
+  int32_t slot[ITEMS];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) slot[i] = g.s.slot_of[position[i]];
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) {
-    if (e->miss[i] != NEW_MISS) continue;
-    if (is_claim(e->slot[i])) {
-      e->miss[i] = (uint32_t)(claim_of(0) - e->slot[i]);
-      duplicates++;
-    } else {
-      if (e->slot[i] >= 0) drop(g.s, (uint32_t)e->slot[i]);
-      fresh++;
-    }
+    claimed |= is_claim(slot[i]) ? 1u << i : 0u;
+    held |= slot[i] >= 0 ? 1u << i : 0u;
   }
-  uint64_t total, before = block_scan<THREADS>((uint64_t)fresh | (uint64_t)e->recent << 21 | (uint64_t)duplicates << 42, w->scan, &total);
+  claimed &= e.missed;
+  uint32_t fresh = e.missed & ~claimed;
+  ROLLED
+  for (uint32_t bits = held & fresh; bits; bits &= bits - 1u) drop(g.s, (uint32_t)g.s.slot_of[selected[first + lowest_bit(bits)]]);
+  ROLLED
+  for (uint32_t bits = claimed; bits; bits &= bits - 1u) {
+    uint32_t at = first + lowest_bit(bits);
+    plan[at] = (uint64_t)(uint32_t)(claim_of(0) - g.s.slot_of[selected[at]]) << 4 | MISSED;
+  }
+  uint64_t counts = (uint64_t)bit_count(fresh) | (uint64_t)bit_count(e.recent) << 21 | (uint64_t)bit_count(claimed) << 42;
+  uint64_t total, before = block_scan<THREADS>(counts, w->scan, &total);
   const uint32_t mask = (1u << 21) - 1u;
   uint32_t m = n->misses + ((uint32_t)before & mask);
   n->misses += (uint32_t)total & mask;
   n->recent += (uint32_t)(total >> 21) & mask;
   n->duplicates += (uint32_t)(total >> 42);
-  bool claims = g.last - g.first > 1u;
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    if (e->miss[i] != NEW_MISS) continue;
-    uint32_t p = (uint32_t)e->position[i];
+  bool single = is_single(a, g), claims = g.last - g.first > 1u;
+  if (single && n->misses) *v = load_slot(a, g, hand, thread_id());
+  ROLLED
+  for (uint32_t bits = fresh; bits; bits &= bits - 1u) {
+    uint32_t at = first + lowest_bit(bits), p = (uint32_t)selected[at];
     if (claims) g.s.slot_of[p] = claim_of(m);
     ((int32_t*)a.fetch_positions)[g.list + m] = (int32_t)p;
-    ((uint64_t*)a.fetch_sources)[g.list + m] = e->extent[i] + (uint64_t)(p % a.extent_rows) * a.row_bytes;
-    if (m < ORDER) w->order[m] = p;
-    e->miss[i] = m++;
+    ((uint64_t*)a.fetch_sources)[g.list + m] = extent_row(g.table, p, a.extent_rows, a.row_bytes);
+    if (m < ORDER) {
+      w->order[m] = p;
+      w->entry[m] = at;
+    }
+    if (!single) plan[at] = (uint64_t)m << 4 | MISSED;
+    m++;
   }
 }
 
-// Gives the misses in order the slots that this round does not use, in circular order from the hand; `v` holds the first of them. The hand stops
+// Gives the misses in order the slots that this round does not use, in circular order from the hand; `v` is the work-item's first one. The hand stops
 // behind the last slot given. Returns how many misses got one; at most one turn, so that a slot given is not considered again.
-template <uint32_t THREADS, uint32_t ITEMS, class A>
-DEVICE uint32_t give_slots(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, slots_seen<ITEMS>* v, work* w) {
+template <uint32_t THREADS, class A>
+DEVICE uint32_t give_slots(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, slot_seen v, work* w) {
+  static_assert(THREADS < 1u << 15, "the scan of a tile of slots counts in 16 bits");
   const int32_t* positions = (const int32_t*)a.fetch_positions + g.list;
+  uint64_t *targets = (uint64_t*)a.fetch_targets + g.list, *plan = (uint64_t*)a.plan + g.list;
+  bool single = is_single(a, g);
   uint32_t given = 0;
-  for (uint32_t tile = 0; tile < a.slots && given < misses; tile += THREADS * ITEMS) {
-    uint32_t first = tile + thread_id() * ITEMS, open = 0;  // unpinned below, of them holding a row above
-    if (tile) load_slots(a, g, hand, first, v);
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      v->used[i] = first + i < a.slots ? v->used[i] : g.h.tag;
-      open += v->used[i] == g.h.tag ? 0u : v->held[i] >= 0 ? 0x10001u : 1u;
-    }
-    uint32_t total, before = block_scan<THREADS>(open, (uint32_t*)w->scan, &total), m = given + (before & 0xffffu), evicted = before >> 16;
+  for (uint32_t tile = 0; tile < a.slots && given < misses; tile += THREADS) {
+    slot_seen next = load_slot(a, g, hand, tile + THREADS + thread_id());
+    uint32_t open = v.used == g.h.tag ? 0u : v.held >= 0 ? 0x10001u : 1u;  // unpinned below, of them holding a row above
+    uint32_t total, before = block_scan<THREADS>(open, (uint32_t*)w->scan, &total), m = given + (before & 0xffffu);
     given = given + (total & 0xffffu) < misses ? given + (total & 0xffffu) : misses;
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      if (v->used[i] == g.h.tag || m >= given) continue;
-      uint32_t slot = v->slot[i], p = m < ORDER ? w->order[m] : (uint32_t)positions[m];
-      if (v->held[i] >= 0) {
-        g.s.slot_of[v->held[i]] = NOWHERE;
-        evicted++;
-      }
-      g.s.slot_of[p] = (int32_t)slot;
-      g.s.position_of[slot] = (int32_t)p;
-      g.s.used[slot] = g.h.tag;
-      g.s.filled[slot] = g.h.tag;
-      if (m < ORDER) w->order[m] = slot;
-      ((uint64_t*)a.fetch_targets)[g.list + m] = slot_reference(g.h, slot);
-      m++;
-      if (m == given) {
-        *g.hand = slot + 1u == a.slots ? 0u : slot + 1u;
-        g.counters[4] += evicted;
+    if (open && m < given) {
+      uint32_t p = m < ORDER ? w->order[m] : (uint32_t)positions[m];
+      uint64_t target = slot_reference(g.h, v.slot);
+      if (v.held >= 0) g.s.slot_of[v.held] = NOWHERE;
+      g.s.slot_of[p] = (int32_t)v.slot;
+      g.s.position_of[v.slot] = (int32_t)p;
+      g.s.used[v.slot] = g.h.tag;
+      g.s.filled[v.slot] = g.h.tag;
+      targets[m] = target;
+      if (single) plan[w->entry[m]] = target;
+      if (m + 1u == given) {
+        *g.hand = v.slot + 1u == a.slots ? 0u : v.slot + 1u;
+        global_add(g.counters + 4, (uint64_t)((before >> 16) + (open >> 16)));
       }
     }
+    v = next;
   }
   return given;
 }
 
 // Puts the targets of misses into the plan; those without a slot get a staging row and are not cached.
-template <uint32_t ITEMS, class A>
-DEVICE void complete(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t given, const entries<ITEMS>& e, const work* w) {
-  uint64_t* targets = (uint64_t*)a.fetch_targets + g.list;
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    uint32_t m = e.miss[i];
-    if (m == FOUND) continue;
+template <uint32_t THREADS, uint32_t ITEMS, class A>
+DEVICE void complete(const A& a, const round_of_group& g, uint32_t misses, uint32_t given, const work* w) {
+  const int32_t* positions = (const int32_t*)a.fetch_positions + g.list;
+  uint64_t *targets = (uint64_t*)a.fetch_targets + g.list, *plan = (uint64_t*)a.plan + g.list;
+  bool single = is_single(a, g);
+  ROLLED
+  for (uint32_t m = given + thread_id(); m < misses; m += THREADS) {
     uint64_t target = (uint64_t)(g.list + m) * a.row_bytes | STAGING;
-    if (m < given) {
-      target = m < ORDER ? slot_reference(g.h, w->order[m]) : targets[m];
-    } else {
-      g.s.slot_of[e.position[i]] = NOWHERE;
-      targets[m] = target;
+    g.s.slot_of[m < ORDER ? (int32_t)w->order[m] : positions[m]] = NOWHERE;
+    targets[m] = target;
+    if (single) plan[w->entry[m]] = target;
+  }
+  if (single) return;
+  block_sync();  // targets
+  uint32_t entries = (g.last - g.first) * a.k;
+  ROLLED
+  for (uint32_t first = thread_id(); first < entries; first += THREADS * ITEMS) {
+    uint64_t entry[ITEMS];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) entry[i] = plan[first + i * THREADS < entries ? first + i * THREADS : first];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      bool missed = first + i * THREADS < entries && ((uint32_t)entry[i] & MISSED);
+      entry[i] = missed ? targets[(uint32_t)entry[i] >> 4] : 0u;
     }
-    ((uint64_t*)a.plan)[row * a.k + first + i] = target;
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      if (entry[i]) plan[first + i * THREADS] = entry[i];
+    }
   }
 }
 
-// Several tiles: what a first pass left of them in the plan, numbered, and back.
-template <uint32_t ITEMS, class A> DEVICE void keep_numbers(const A& a, uint32_t row, uint32_t first, const entries<ITEMS>& e) {
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    if (e.miss[i] != FOUND) ((uint64_t*)a.plan)[row * a.k + first + i] = (uint64_t)e.miss[i] << 4 | MISSED;
-  }
-}
-template <uint32_t ITEMS, class A> DEVICE void recall_numbers(const A& a, uint32_t row, uint32_t first, uint32_t count, entries<ITEMS>* e) {
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    uint32_t at = row * a.k + (first + i < a.k ? first + i : 0u), entry = (uint32_t)((const uint64_t*)a.plan)[at];
-    e->position[i] = ((const int32_t*)a.selected)[at];
-    e->miss[i] = first + i < count && (entry & MISSED) ? entry >> 4 : FOUND;
-  }
+// Misses get slots, the plan their targets. Returns the number of slots given.
+template <uint32_t THREADS, uint32_t ITEMS, class A>
+DEVICE uint32_t give_round(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, slot_seen v, work* w) {
+  if (!is_single(a, g)) v = load_slot(a, g, hand, thread_id());
+  uint32_t given = give_slots<THREADS>(a, g, misses, hand, v, w);
+  complete<THREADS, ITEMS>(a, g, misses, given, w);
+  return given;
 }
 
 // Adds the counts of the block; nothing is written for a round without entries, which may be padding beside the round of the same session.
 DEVICE void add_counts(const round_of_group& g, uint32_t rows_selected, uint32_t given, const tally& n) {
   if (thread_id() != 0 || rows_selected == 0) return;
-  g.counters[0] += rows_selected - n.misses - n.recent - n.duplicates;
-  g.counters[1] += given;
-  g.counters[2] += n.recent;
-  g.counters[3] += n.duplicates;
-  g.counters[5] += n.misses - given;
+  global_add(g.counters + 0, (uint64_t)(rows_selected - n.misses - n.recent - n.duplicates));
+  if (n.recent) global_add(g.counters + 2, (uint64_t)n.recent);
+  if (n.misses == 0) return;
+  global_add(g.counters + 1, (uint64_t)given);
+  global_add(g.counters + 3, (uint64_t)n.duplicates);
+  global_add(g.counters + 5, (uint64_t)(n.misses - given));
 }
 
-// Misses get slots and the plan their targets; `v` holds the first slots from the hand. `e`: of a round of one tile. Returns the number of slots given.
-template <uint32_t THREADS, uint32_t ITEMS, class A>
-DEVICE uint32_t give_round(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, bool one_tile, slots_seen<ITEMS>* v, entries<ITEMS>* e,
-                           work* w) {
-  constexpr uint32_t TILE = THREADS * ITEMS;
-  uint32_t at = thread_id() * ITEMS, given = give_slots<THREADS>(a, g, misses, hand, v, w);
-  block_sync();
-  for (uint32_t row = g.first; row < g.last; row++) {
-    uint32_t count = one_tile ? 1u : (uint32_t)((const int32_t*)a.counts)[row];
-    for (uint32_t tile = 0; tile < count; tile += TILE) {
-      if (!one_tile) recall_numbers(a, row, tile + at, count, e);
-      complete(a, g, row, tile + at, given, *e, w);
-    }
-  }
-  return given;
-}
-
-// The window's tags are as this block has left them.
-template <uint32_t ITEMS> DEVICE void recall_pins(const round_of_group& g, slots_seen<ITEMS>* v, const work* w) {
-  static_assert(32 % ITEMS == 0, "the slots of a work-item share a word");
-  uint32_t at = thread_id() * ITEMS, bits = w->pinned[at / 32u] >> at % 32u;
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) v->used[i] = bits >> i & 1u ? g.h.tag : v->used[i];
-}
-
-// One round, by a block of THREADS work-items with ITEMS entries and slots each at a time. Rows are numbered one after the other, so that each sees the
-// claims of those before it; no slot is given before the last one was looked up. A round of one tile keeps its entries in registers.
+// One round, by a block of THREADS work-items with ITEMS entries each at a time. Rows are numbered one after the other, so that each sees the claims
+// of those before it; no slot is given before the last one was looked up.
 template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(const A& a, uint32_t round, work* w) {
   constexpr uint32_t TILE = THREADS * ITEMS;
-  static_assert(TILE < 1u << 15, "the scan of a tile of slots counts in 16 bits");
-  static_assert(TILE == WINDOW, "the window is the first tile of slots");
   int32_t* fetch_count = (int32_t*)a.fetch_counts + round;
   round_of_group g;
   if (!open_rows(a, round, &g)) {
     if (thread_id() == 0) *fetch_count = 0;
     return;
   }
-  bool one_tile = g.last - g.first == 1u && a.k <= TILE;
   uint32_t at = thread_id() * ITEMS, rows_selected = 0, given = 0;
+  int32_t position[ITEMS];
   tally n = {0, 0, 0};
-  entries<ITEMS> e;
-  slots_seen<ITEMS> v;
-  load_selected(a, g.first, at, &e);
+  slot_seen v = {0, 0, 0};
+  load_selected<ITEMS>(a, g.first, at, position);
   open_session(a, g.first, &g);
   uint32_t hand = *g.hand;
-  if (thread_id() < WINDOW / 32u) w->pinned[thread_id()] = 0;
-  block_sync();
   for (uint32_t row = g.first; row < g.last; row++) {
     uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
     rows_selected += count;
     for (uint32_t tile = 0; tile < a.k; tile += TILE) {
-      if (row != g.first || tile) load_selected(a, row, tile + at, &e);
-      look_up_entries(a, g, row, tile + at, count, one_tile, &e, hand, &v, w);
-      number_misses<THREADS>(a, g, &e, &n, w);
-      if (!one_tile) keep_numbers(a, row, tile + at, e);
+      if (row != g.first || tile) load_selected<ITEMS>(a, row, tile + at, position);
+      looked_up e = look_up_entries<ITEMS>(a, g, row, tile + at, count, position);
+      number_misses<THREADS, ITEMS>(a, g, row, tile + at, position, e, hand, &v, &n, w);
     }
     block_sync();  // claims, and pins of slots
   }
-  if (n.misses) {
-    if (one_tile) recall_pins(g, &v, w);
-    else load_slots(a, g, hand, at, &v);
-    given = give_round<THREADS>(a, g, n.misses, hand, one_tile, &v, &e, w);
-  }
+  if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
   add_counts(g, rows_selected, given, n);
   if (thread_id() == 0) *fetch_count = (int32_t)n.misses;
 }
 
 constexpr uint32_t GIVE_THREADS = 256, GIVE_ITEMS = 8;
-static_assert(GIVE_THREADS * GIVE_ITEMS == WINDOW, "a row is one tile, and the window the first tile of slots");
+static_assert(GIVE_THREADS * GIVE_ITEMS == ORDER, "a row is one tile, and its misses fit LDS");
 
 // Words of `arrivals` of a round: blocks that have come, what they have missed and what they found past the boundary. 0 between launches.
 constexpr uint32_t ARRIVAL_WORDS = 4;
@@ -394,8 +368,8 @@ constexpr uint32_t ARRIVAL_WORDS = 4;
 // The round of a query row; false if it is in none. The block of row 0 ends rounds without rows.
 DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g, work* w) {
   if (thread_id() == 0) w->round = ~0u;
-  if (thread_id() < WINDOW / 32u) w->pinned[thread_id()] = 0;
   block_sync();
+  ROLLED
   for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
     uint32_t first = (uint32_t)((const int32_t*)a.round_starts)[round], last = (uint32_t)((const int32_t*)a.round_starts)[round + 1u];
     if (first <= row && row < last) w->round = round;
@@ -426,30 +400,27 @@ DEVICE bool last_of_round(const step_give_args& a, const round_of_group& g, tall
   return true;
 }
 
-// Part GIVE of step_gemv, for one query row and a block of 256 work-items: looks the row up. The last block of the round then numbers all misses, gives
-// them slots and completes plan, fetch list and counters, as plan_round does. `w` is LDS of the caller's.
+// Part GIVE of step_gemv, for one query row and a block of 256 work-items: looks the row up. The last block of the round then numbers all misses,
+// gives them slots and completes plan, fetch list and counters, as plan_round does. `w` is LDS of the caller's.
 DEVICE void give_part(const step_give_args& a, uint32_t row, work* w) {
   constexpr uint32_t THREADS = GIVE_THREADS, ITEMS = GIVE_ITEMS;
   round_of_group g;
-  entries<ITEMS> e;
-  slots_seen<ITEMS> v;
+  int32_t position[ITEMS];
   uint32_t at = thread_id() * ITEMS, count = (uint32_t)((const int32_t*)a.counts)[row], rows_selected = 0, given = 0;
-  load_selected(a, row, at, &e);
+  load_selected<ITEMS>(a, row, at, position);
   open_session(a, row, &g);
   uint32_t hand = *g.hand;
   if (!find_round(a, row, &g, w)) return;
   bool alone = g.last - g.first == 1u;
-  look_up_entries(a, g, row, at, count, alone, &e, hand, &v, w);
+  looked_up e = look_up_entries<ITEMS>(a, g, row, at, count, position);
   tally n = {0, 0, 0};
+  slot_seen v = {0, 0, 0};
   if (!alone) {
-    uint32_t misses = 0, recent = e.recent;
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) misses += e.miss[i] == NEW_MISS ? 1u : 0u;
     uint64_t total;
-    block_scan<THREADS>((uint64_t)misses | (uint64_t)recent << 32, w->scan, &total);
+    block_scan<THREADS>((uint64_t)bit_count(e.missed) | (uint64_t)bit_count(e.recent) << 32, w->scan, &total);
     n = {(uint32_t)total, (uint32_t)(total >> 32), 0};
     if (!last_of_round(a, g, &n, w)) return;
-    load_slots(a, g, hand, at, &v);
+    e.recent = 0;
   }
   bool missed = alone || n.misses;
   n.misses = 0;
@@ -457,15 +428,11 @@ DEVICE void give_part(const step_give_args& a, uint32_t row, work* w) {
     uint32_t of_row = (uint32_t)((const int32_t*)a.counts)[r];
     rows_selected += of_row;
     if (!missed) continue;
-    if (!alone) recall_misses(a, g, r, at, of_row, &e);
-    number_misses<THREADS>(a, g, &e, &n, w);
-    if (!alone) keep_numbers(a, r, at, e);
+    if (!alone) e.missed = recall_misses<ITEMS>(a, r, at, of_row, position);
+    number_misses<THREADS, ITEMS>(a, g, r, at, position, e, hand, &v, &n, w);
     block_sync();  // claims
   }
-  if (n.misses) {
-    if (alone) recall_pins(g, &v, w);
-    given = give_round<THREADS>(a, g, n.misses, hand, alone, &v, &e, w);
-  }
+  if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
   add_counts(g, rows_selected, given, n);
   if (thread_id() == 0) ((int32_t*)a.fetch_counts)[w->round] = (int32_t)n.misses;
 }

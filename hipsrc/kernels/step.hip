@@ -4,15 +4,15 @@
 //             ROPE     the pair (2i, 2i + 1) of T(sum) turned as rope does
 //             SILU     y[j] = T(T(silu(T(sum of row j))) * T(sum of row n + j))
 //             RESIDUAL y = T(residual + T(sum))
-// One kernel for each T and format W of the weights. bf16: the wave product (gemv_tiles.h): a block has 32 rows of weights where k >= 1024, else 256;
+// One kernel for each T and format W of the weights. bf16: the wave product (wave_product.h): a block has 32 rows of weights where k >= 1024, else 256;
 // for SILU half of each 32 are gate, half up. f32, which serves comparisons, and the router's f32 weights: gemv.h, a block has one row of x and COLS
 // or COLS_SHORT rows of weights, pairs of which belong to a group of lanes. Parts ROWS, GIVE, FETCH and PLACE run in the first part_blocks blocks;
 // launches with part ROUTER have kernels of their own, whose segment 0 has f32 weights: the last of its blocks to be done picks. A row of a negative
 // position is computed like others, but part ROWS stores nothing of it.
 #include "portable.h"
 #include "fetch.h"
-#include "gemv_tiles.h"
 #include "hotcache.h"
+#include "wave_product.h"
 
 namespace step {
 
@@ -27,11 +27,13 @@ constexpr uint32_t PART_ROWS = 1, PART_GIVE = 2, PART_FETCH = 3, PART_ROUTER = 4
 // The block's LDS: x, or what the block's part needs; sums of the waves; partial sums of norms, and their scales.
 struct Lds {
   words16* x;      // [X_UNITS]
-  float* sums;     // [wave_product::SUMS], T = bf16 alone
-  float* partial;  // [wave_product::ROWS * THREADS / WAVE]
-  float* scale;    // [wave_product::ROWS]
+  float* x_scale;  // [wave_product::SIDE] and
+  float* sums;     // [wave_product::SUMS]: T = bf16 alone
+  float* partial;  // [PARTIALS]: sums of squares, of waves
+  float* scale;    // [1]
 };
-constexpr uint32_t X_UNITS = wave_product::X_UNITS > gemv::X_UNITS ? wave_product::X_UNITS : gemv::X_UNITS;
+constexpr uint32_t X_UNITS = gemv::X_UNITS, PARTIALS = wave_product::WAVES * wave_product::ROWS;
+static_assert(X_UNITS * 16 == wave_product::WAVES * wave_product::X_BYTES, "the x of all waves, or of a block");
 
 // A block's place among the products.
 struct Place {
@@ -215,25 +217,25 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   Segment s = segment_at(a, place);
   uint32_t block = wide ? set : set * WAVES + tile_group();
   uint32_t span = s.epilogue == SILU ? TILE_COLS / 2 : TILE_COLS, matrix = s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
-  const bf16* from = (const bf16*)a.x + s.batch * a.x_batch_stride + (uint64_t)first_row * a.x_stride;
-  auto x = [&](uint32_t r) { return from + (uint64_t)r * a.x_stride; };
-  Panel p = panel_of<W>({lds.x, nullptr, lds.sums, lds.partial, lds.scale}, a.rows - first_row < ROWS ? a.rows - first_row : ROWS, k);
+  Weights w = {k, 1, wide};
+  auto at = [&](uint32_t) { return Matrix{s.codes, s.scales}; };
   Walk<W> walk;
-  begin(walk, s.codes, s.scales, k, [&](uint32_t i) {
+  begin(walk, w, at, [&](uint32_t i) {
     uint32_t col = block * span + i % span;
     return matrix + (col < s.n ? col : s.n - 1u) + (i < span ? 0u : s.n);
   });
   previous_done();
-  if (a.norm) norm_scales(p, x, a.eps);
-  bf16* h = a.h && s.index == 0 && set == 0 ? (bf16*)a.h + (uint64_t)first_row * k : nullptr;
-  bool aligned = gemv::values_aligned((const bf16*)a.x, a.x_stride | a.x_batch_stride, k) && (((uint64_t)a.norm | (uint64_t)a.h) & 15u) == 0;
-  product(walk, p, x, aligned, {(const bf16*)a.norm, h, lds.scale});
+  const bf16* from = (const bf16*)a.x + s.batch * a.x_batch_stride + (uint64_t)first_row * a.x_stride;
+  wave_product::Lds part = {lds.x, lds.x_scale, nullptr, lds.sums, lds.partial};
+  uint32_t rows = a.rows - first_row < ROWS ? a.rows - first_row : ROWS;
+  Operand o = {(const bf16*)a.norm, a.eps, nullptr};
+  product(walk, w, at, part, rows, [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; }, o);
   // Once more, so that it takes no registers while the weights do.
   Place again = place_of<bf16, ROUTER>(a, product_block<ROUTER>(a, opaque(block_x())));
   Segment to = segment_at(a, again);
   set = set_of(again.block, turns);
   first_row = (again.block - set * turns) * ROWS;
-  for_outputs(p, [&](uint32_t wave, uint32_t lane, uint32_t r, float sum) {
+  for_outputs(w, part, rows, o, [&](uint32_t wave, uint32_t lane, uint32_t r, float sum) {
     store_sum(a, to, wide ? set : set * WAVES + wave, lane, first_row + r, sum);
   });
 }
@@ -319,10 +321,11 @@ static_assert(sizeof(hotcache::work) <= X_UNITS * 16, "GIVE works in the LDS of 
 
 template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a) {
   SHARED(words16, x, X_UNITS);
+  SHARED(float, x_scale, (sizeof(T) == 2 ? wave_product::SIDE : 1));
   SHARED(float, sums, (sizeof(T) == 2 ? wave_product::SUMS : 1));
-  SHARED(float, partial, (wave_product::ROWS * gemv::THREADS / WAVE));
-  SHARED(float, scale, wave_product::ROWS);
-  Lds lds = {x, sums, partial, scale};
+  SHARED(float, partial, PARTIALS);
+  SHARED(float, scale, 1);
+  Lds lds = {x, x_scale, sums, partial, scale};
   next_may_begin();
   if constexpr (!ROUTER) {
     if (block_x() < a.part_blocks) {
@@ -355,7 +358,7 @@ EARLY_KERNEL(step_gemv_f32_q8g64, step_gemv_args, 256, 2) { step::run<float, q8g
 // LAUNCH step_gemv_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
 EARLY_KERNEL(step_gemv_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, false>(a); }
 // LAUNCH step_gemv_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
-EARLY_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, false>(a); }
+EARLY_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256, 3) { step::run<bf16, q8g64_weights, false>(a); }
 // LAUNCH step_gemv_router_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_f32_f32, step_gemv_args, 256, 2) { step::run<float, f32_weights, true>(a); }
 // LAUNCH step_gemv_router_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768

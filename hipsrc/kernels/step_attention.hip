@@ -10,9 +10,10 @@
 // a group of 64 columns is applied to the group's sum for s, and to p, before it is rounded to T, for the output. Rows past counts[r] are
 // zeros of weight 0. Order of additions of s: four quarters (steps of 16 columns 8q .. 8q + 7, then step 32 + q), each ascending, group by group
 // where rows have scales; quarters ascending. Mass: a butterfly over n % 16, pass by pass. Output: n ascending in tiles of 16.
-// step_expand: splits ascending; o as decision 0004 with LANES = 4.
+// That of q8g64 rows and T = bf16 on sm_90: attend_groups.h. step_expand: splits ascending; o as decision 0004 with LANES = 4.
 // Limits: latent <= 512, latent + rope <= 576, both multiples of 8, as are the offsets and strides of q; q8g64 rows: latent 512.
 #include "portable.h"
+#include "attend_groups.h"
 #include "gemv.h"
 #include "row_format.h"
 #include "weight_format.h"
@@ -305,6 +306,10 @@ template <class T, class Words> DEVICE void attend(const step_attend_args& a) {
   store_partial<T>(a, first_head, acc, top, mass);
 }
 
+#if defined(TILE_MMA)
+static_assert(attend_groups::SPLIT == SPLIT && attend_groups::HEADS == HEADS, "what step_expand and the launch expect");
+#endif
+
 }  // namespace step_mla
 
 // LAUNCH step_attend_f32_f32 block=256 heads=16 split=64 latent_max=512 width_max=576
@@ -313,12 +318,21 @@ KERNEL(step_attend_f32_f32, step_attend_args, 256) { step_mla::attend<float, ste
 KERNEL(step_attend_bf16_bf16, step_attend_args, 256) { step_mla::attend<bf16, step_mla::plain_words<bf16>>(a); }
 // LAUNCH step_attend_f32_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
 KERNEL(step_attend_f32_q8g64, step_attend_args, 256) { step_mla::attend<float, step_mla::q8g64_words<float>>(a); }
-// LAUNCH step_attend_bf16_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
-EARLY_KERNEL(step_attend_bf16_q8g64, step_attend_args, 256, 2) {
+// step_attend_one_*, step_expand_one_*: the same for launches that have no more blocks than the device multiprocessors. On sm_90 they take so many
+// registers that a multiprocessor holds one: where launches overlap, two blocks of a launch would else share one while others idle.
+DEVICE void step_attend_q8g64(const step_attend_args& a) {
   next_may_begin();
+#if defined(TILE_MMA)
+  attend_groups::attend(a);
+#else
   previous_done();
   step_mla::attend<bf16, step_mla::q8g64_words<bf16>>(a);
+#endif
 }
+// LAUNCH step_attend_bf16_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
+EARLY_KERNEL(step_attend_bf16_q8g64, step_attend_args, 256, 2) { step_attend_q8g64(a); }
+// LAUNCH step_attend_one_bf16_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
+EARLY_KERNEL(step_attend_one_bf16_q8g64, step_attend_args, 256, 1) { step_attend_q8g64(a); }
 
 namespace step_expansion {
 
@@ -328,67 +342,82 @@ constexpr float LOWEST = step_mla::LOWEST;
 constexpr uint32_t LANES = 4;   // of an output: gemv::lanes_of below LONG_K
 constexpr uint32_t OUTPUTS = 2;  // of a group of lanes
 constexpr uint32_t TOGETHER = THREADS / LANES, COLUMNS = OUTPUTS * TOGETHER;  // of v, a block
-constexpr uint32_t JOINED = 16;  // splits whose values are loaded at once
-constexpr uint32_t DEPTH = 4;    // rounds of weights in flight: half of a q8g64 row of 512. With these two an sm_90 block takes 128 registers
+constexpr uint32_t JOINED = 16, JOINED_ONE = 32;  // splits whose values are loaded at once; in step_expand_one
+constexpr uint32_t DEPTH = 4;                     // rounds of weights in flight: half of a q8g64 row of 512
 
 static_assert(LATENT_MAX == 2 * THREADS, "a work-item joins two columns of the latent");
 static_assert(LATENT_MAX < gemv::LONG_K, "an output has four lanes");
 
-// Columns 2 t and 2 t + 1 of splits [start, start + JOINED); past the last its values once more, for a weight of 0.
-DEVICE void load_partial(const float* from, uint32_t latent, uint32_t start, uint32_t used, float (*to)[2]) {
+// Columns 2 t and 2 t + 1 of splits [start, start + N), of the last that there is where there are fewer.
+template <uint32_t N> DEVICE void load_partial(const float* from, const step_expand_args& a, uint32_t start, uint64_t (&to)[N]) {
   UNROLL
-  for (uint32_t i = 0; i < JOINED; i++) {
-    const uint64_t* at = (const uint64_t*)(from + (uint64_t)(start + i < used ? start + i : used - 1) * latent);
-    uint64_t both = *at;
-    to[i][0] = float_of((uint32_t)both);
-    to[i][1] = float_of((uint32_t)(both >> 32));
+  for (uint32_t i = 0; i < N; i++) {
+    uint32_t split = start + i < a.splits ? start + i : a.splits - 1;
+    to[i] = *(const uint64_t*)(from + (uint64_t)split * a.latent);
   }
 }
 
-// x = T(the splits joined, ascending), staged for gemv.h. stats: [3, SPLITS_MAX] tops, masses, weights.
-template <class T> DEVICE void join(const step_expand_args& a, uint32_t used, float* stats, words16* x) {
-  constexpr uint32_t PER_UNIT = 16 / sizeof(T);
-  uint32_t t = thread_id(), c = 2 * t < a.latent ? 2 * t : 0;
-  uint64_t at = ((uint64_t)block_x() * a.heads + block_z()) * a.splits;
-  const float* from = (const float*)a.partial + at * a.latent + c;
-  float *tops = stats, *masses = stats + SPLITS_MAX, *weights = stats + 2 * SPLITS_MAX;
-  float values[JOINED][2];
-  load_partial(from, a.latent, 0, used, values);
-  if (t < SPLITS_MAX) {  // splits past the last have weight 0
-    tops[t] = t < used ? ((const float*)a.tops)[at + t] : LOWEST;
-    masses[t] = t < used ? ((const float*)a.masses)[at + t] : 0.0f;
-  }
-  block_sync();
-  if (t < SPLITS_MAX) {
-    float top = LOWEST;
-    ROLLED
-    for (uint32_t start = 0; start < used; start += JOINED) {
-      UNROLL
-      for (uint32_t i = 0; i < JOINED; i++) top = max_f32(top, tops[start + i]);
-    }
-    weights[t] = exp_f32(tops[t] - top);
-  }
-  block_sync();
-  float mass = 0.0f, sum[2] = {0.0f, 0.0f};
-  ROLLED
-  for (uint32_t start = 0; start < used; start += JOINED) {
-    if (start) load_partial(from, a.latent, start, used, values);
+// Adds splits [start, start + N) as far as they are used: what lies past them may be anything.
+template <uint32_t N>
+DEVICE void add_partial(uint64_t (&values)[N], uint32_t start, uint32_t used, const float* weights, const float* masses, float& mass,
+                        float (&sum)[2]) {
+  if (start + N > used) {
     UNROLL
-    for (uint32_t i = 0; i < JOINED; i++) {
-      mass = fma_f32(weights[start + i], masses[start + i], mass);
-      UNROLL
-      for (uint32_t j = 0; j < 2; j++) sum[j] = fma_f32(weights[start + i], values[i][j], sum[j]);
-    }
+    for (uint32_t i = 0; i < N; i++) values[i] = start + i < used ? values[i] : 0u;
+  }
+  UNROLL
+  for (uint32_t i = 0; i < N; i++) {
+    mass = fma_f32(weights[start + i], masses[start + i], mass);
+    sum[0] = fma_f32(weights[start + i], float_of((uint32_t)values[i]), sum[0]);
+    sum[1] = fma_f32(weights[start + i], float_of((uint32_t)(values[i] >> 32)), sum[1]);
+  }
+}
+
+// weights[s] = exp(top of split s - top), 0 past the used ones; each 32 work-items find top for themselves. tops: of splits t % 32, t % 32 + 32, ..
+DEVICE void weigh(const float (&tops)[SPLITS_MAX / 32], float own_top, float own_mass, uint32_t used, float* weights, float* masses) {
+  uint32_t t = thread_id();
+  float top = LOWEST;
+  UNROLL
+  for (uint32_t i = 0; i < SPLITS_MAX / 32; i++) top = max_f32(top, t % 32 + 32 * i < used ? tops[i] : LOWEST);
+  UNROLL
+  for (uint32_t m = 16; m; m >>= 1) top = max_f32(top, shuffle_xor(top, m));
+  if (t >= SPLITS_MAX) return;
+  weights[t] = t < used ? exp_f32(own_top - top) : 0.0f;
+  masses[t] = t < used ? own_mass : 0.0f;
+}
+
+// x = T(the splits joined, ascending), staged for gemv.h; zeros where none is used. stats: [2, SPLITS_MAX] weights, masses. The first splits are
+// asked for before it is known how many are used.
+template <class T, uint32_t N> DEVICE void join(const step_expand_args& a, float* stats, words16* x) {
+  constexpr uint32_t PER_UNIT = 16 / sizeof(T);
+  uint32_t t = thread_id(), c = 2 * t < a.latent ? 2 * t : 0, last = a.splits - 1;
+  int32_t planned = ((const int32_t*)a.counts)[block_x()];
+  uint64_t at = ((uint64_t)block_x() * a.heads + block_z()) * a.splits, values[N];
+  const float *from = (const float*)a.partial + at * a.latent + c, *tops = (const float*)a.tops + at;
+  float *weights = stats, *masses = stats + SPLITS_MAX, mass = 0.0f, sum[2] = {0.0f, 0.0f}, others[SPLITS_MAX / 32];
+  float own_top = tops[t < last ? t : last], own_mass = ((const float*)a.masses)[at + (t < last ? t : last)];
+  UNROLL
+  for (uint32_t i = 0; i < SPLITS_MAX / 32; i++) others[i] = 32 * i <= last ? tops[t % 32 + 32 * i < last ? t % 32 + 32 * i : last] : LOWEST;
+  load_partial(from, a, 0, values);
+  uint32_t used = planned > 0 ? ((uint32_t)planned + SPLIT - 1) / SPLIT : 0u;
+  weigh(others, own_top, own_mass, used, weights, masses);
+  block_sync();
+  add_partial(values, 0, used, weights, masses, mass, sum);
+  ROLLED
+  for (uint32_t start = N; start < used; start += N) {
+    load_partial(from, a, start, values);
+    add_partial(values, start, used, weights, masses, mass, sum);
   }
   if (2 * t < (a.latent + gemv::CHUNK_MAX - 1) / gemv::CHUNK_MAX * gemv::CHUNK_MAX) {
     T* to = (T*)(x + gemv::place_of(2 * t / PER_UNIT)) + 2 * t % PER_UNIT;
     UNROLL
-    for (uint32_t j = 0; j < 2; j++) store_f32(to + j, 2 * t < a.latent ? sum[j] * (1.0f / mass) : 0.0f);
+    for (uint32_t j = 0; j < 2; j++) store_f32(to + j, used && 2 * t < a.latent ? sum[j] * (1.0f / mass) : 0.0f);
   }
   block_sync();
 }
 
-template <class T, class W> DEVICE void expand(const step_expand_args& a, uint32_t used, float* stats, words16* x) {
+// The first weights are asked for before the launch before has ended.
+template <class T, class W, uint32_t N> DEVICE void expand(const step_expand_args& a, float* stats, words16* x) {
   uint32_t head = block_z(), first = block_y() * COLUMNS + thread_id() / LANES;
   gemv::Walk<W, OUTPUTS, DEPTH, true> walk;
   UNROLL
@@ -399,7 +428,8 @@ template <class T, class W> DEVICE void expand(const step_expand_args& a, uint32
     walk.scales[o] = W::SCALED ? (const uint16_t*)a.scales + row * (a.latent / WEIGHT_GROUP) : nullptr;
   }
   gemv::begin(walk, a.latent, thread_id());
-  join<T>(a, used, stats, x);
+  previous_done();
+  join<T, N>(a, stats, x);
   float sums[1][OUTPUTS] = {};
   gemv::advance<T>(walk, x, 0, sums);
   gemv::finish(walk, sums);
@@ -410,25 +440,21 @@ template <class T, class W> DEVICE void expand(const step_expand_args& a, uint32
   }
 }
 
-template <class T> DEVICE void step_expand(const step_expand_args& a) {
-  SHARED(float, stats, 3 * SPLITS_MAX);
+template <class T, uint32_t N> DEVICE void step_expand(const step_expand_args& a) {
+  SHARED(float, stats, 2 * SPLITS_MAX);
   SHARED(words16, x, LATENT_MAX * sizeof(T) / 16);
-  int32_t planned = ((const int32_t*)a.counts)[block_x()];
-  uint32_t used = planned > 0 ? ((uint32_t)planned + SPLIT - 1) / SPLIT : 0u;
-  if (used == 0) {
-    uint32_t n = block_y() * COLUMNS + thread_id();
-    if (thread_id() < COLUMNS && n < a.v) store_f32((T*)a.o + ((uint64_t)block_x() * a.heads + block_z()) * a.v + n, 0.0f);
-    return;
-  }
-  if (a.format == WEIGHT_Q8G64) expand<T, q8g64_weights>(a, used, stats, x);
-  else if (a.format == WEIGHT_Q4G64) expand<T, q4g64_weights>(a, used, stats, x);
-  else if (a.format == WEIGHT_BF16) expand<T, bf16_weights>(a, used, stats, x);
-  else expand<T, f32_weights>(a, used, stats, x);
+  next_may_begin();
+  if (a.format == WEIGHT_Q8G64) expand<T, q8g64_weights, N>(a, stats, x);
+  else if (a.format == WEIGHT_Q4G64) expand<T, q4g64_weights, N>(a, stats, x);
+  else if (a.format == WEIGHT_BF16) expand<T, bf16_weights, N>(a, stats, x);
+  else expand<T, f32_weights, N>(a, stats, x);
 }
 
 }  // namespace step_expansion
 
 // LAUNCH step_expand_f32 block=256 columns=128 splits_max=128 latent_max=512
-KERNEL(step_expand_f32, step_expand_args, 256) { step_expansion::step_expand<float>(a); }
+EARLY_KERNEL(step_expand_f32, step_expand_args, 256, 2) { step_expansion::step_expand<float, step_expansion::JOINED>(a); }
 // LAUNCH step_expand_bf16 block=256 columns=128 splits_max=128 latent_max=512
-KERNEL(step_expand_bf16, step_expand_args, 256) { step_expansion::step_expand<bf16>(a); }
+EARLY_KERNEL(step_expand_bf16, step_expand_args, 256, 2) { step_expansion::step_expand<bf16, step_expansion::JOINED>(a); }
+// LAUNCH step_expand_one_bf16 block=256 columns=128 splits_max=128 latent_max=512
+EARLY_KERNEL(step_expand_one_bf16, step_expand_args, 256, 1) { step_expansion::step_expand<bf16, step_expansion::JOINED_ONE>(a); }

@@ -1,25 +1,19 @@
 // step_experts.hip - the routed experts of a decode step (docs/decisions/0004-step-graph.md).
-//   step_experts  act[pair] = T(T(silu(gate)) * up), gate and up = T(x[row] @ w[expert]^T), as matmul and silu_mul round
-//   step_down     y = T(residual + T(T(sum over slots, weight * T(act @ down[expert]^T)) + T(shared_act @ shared_down^T))), as expert_sum rounds
-// T = bf16: matrix tiles, whose order of additions expert_walk.h has, and expert_strips.h for step_experts on mma.sync. step_experts and the shared
-// product divide k >= 1024 among the eight waves of a block (strips any k); a routed product of step_down belongs to one wave, which takes its groups
-// in ascending order whatever k is.
+//   step_experts  act[pair] = T(T(silu(gate)) * up), gate and up = T(x[row] @ w[expert]^T)
+//   step_down     y = T(residual + sum over slots of (weight * act) @ down[expert]^T + shared_act @ shared_down^T)
+// T = bf16: the wave product (wave_product.h); step_down takes weight * act as x, slot after slot as one long k, all of it wide; routed and shared sums
+// are f32 and added.
 // T = f32, for parity: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024, else 4; a lane adds its
 // elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
 // the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
 #include "portable.h"
 #include "gemv.h"
-#include "expert_strips.h"
-#include "expert_tiles.h"
+#include "wave_product.h"
 
 namespace step_moe {
 
-namespace tiles = expert_tiles;
-constexpr uint32_t THREADS = 256;
-constexpr uint32_t EXPERT_COLS = 16, DOWN_COLS = 32;  // columns of a block of the grid
-constexpr uint32_t TILE_COLS = 16;                    // of step_experts, gate and up
-// Columns that a block of step_experts computes with T = bf16; where it is more than EXPERT_COLS the blocks between do nothing.
-constexpr uint32_t BLOCK_COLS = tiles::RUNS ? EXPERT_COLS : 64;
+using namespace wave_product;
+constexpr uint32_t EXPERT_COLS = COLS / 2, DOWN_COLS = COLS;  // columns of a block of the grid
 constexpr uint32_t SLOTS_MAX = 16;
 
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -66,13 +60,6 @@ template <> struct word_reader<q4g64_weights> {
     return start;
   }
 };
-
-// Asks for the first bytes of a row of weights, where rows are whole pieces of 16 bytes.
-constexpr uint32_t AHEAD_BYTES = 4096;
-template <class W> DEVICE void prefetch_row(const void* codes, uint64_t row, uint32_t k) {
-  uint32_t bytes = (uint32_t)W::row_bytes(k);
-  if (gemv::rows_aligned<W>((const uint8_t*)codes, k)) prefetch((const uint8_t*)codes + row * bytes, least(bytes, AHEAD_BYTES));
-}
 
 // x @ w[row]^T, the same in each of LANES lanes.
 template <uint32_t LANES, class W> DEVICE float row_product(const Rows<W>& w, uint32_t row, const float* x) {
@@ -132,67 +119,31 @@ DEVICE uint32_t find_members(const step_experts_args& a, uint32_t pair, uint32_t
     uint32_t other = base + lane, total;
     bool same = other < pairs && (uint32_t)((const int32_t*)a.ids)[other] == expert;
     uint32_t one = !same ? 0u : other < pair ? 1u : 0x10000u, rank = (seen + wave32_prefix(one, &total)) >> 16;
-    if (one == 0x10000u && rank < tiles::ROWS) members[rank] = other;
+    if (one == 0x10000u && rank < ROWS) members[rank] = other;
     seen += total;
   }
-  return (seen & 0xffffu) % tiles::ROWS == 0 ? least(seen >> 16, tiles::ROWS) : 0u;
+  return (seen & 0xffffu) % ROWS == 0 ? least(seen >> 16, ROWS) : 0u;
 }
 
-// The waves that work on a product which is divided among them where k is long.
-DEVICE uint32_t working_waves(uint32_t k) { return k >= tiles::LONG_K ? tiles::WAVES : 1u; }
-
-// Rows of whole groups that 16-byte loads can read.
-template <class W> DEVICE bool whole_groups(const Rows<W>& w) { return w.k % WEIGHT_GROUP == 0 && ((uint64_t)w.codes & 15u) == 0; }
-
-// product() with what k and the addresses allow.
-template <class W, class Row, class X, class Emit>
-DEVICE void block_product(const Rows<W>& w, uint32_t count_tiles, const Row& row, const X& x, bool x_aligned, uint32_t count, const tiles::Lds& lds,
-                          uint16_t* scales, const Emit& emit) {
-  if constexpr (W::SCALED || tiles::RUNS) {
-    if (W::SCALED || whole_groups(w)) {
-      if (w.k >= tiles::LONG_K) {
-        tiles::product<W, true, tiles::WAVES>(w.codes, w.scales, w.k, count_tiles, row, x, x_aligned, count, lds, scales, emit);
-      } else {
-        tiles::product<W, true, 1>(w.codes, w.scales, w.k, count_tiles, row, x, x_aligned, count, lds, scales, emit);
-      }
-      return;
-    }
-  }
-  if constexpr (!W::SCALED) tiles::product<W, false, 0>(w.codes, w.scales, w.k, count_tiles, row, x, x_aligned, count, lds, scales, emit);
-}
-
-template <class W>
-DEVICE void experts_tiles(const step_experts_args& a, uint32_t expert, const uint32_t* members, uint32_t count, const tiles::Lds& lds,
-                          uint16_t* scales) {
-  uint32_t waves = working_waves(a.k), first = block_y() * EXPERT_COLS, last = a.n - 1;
-  uint32_t some = least((a.n - first + TILE_COLS - 1) / TILE_COLS, BLOCK_COLS / TILE_COLS);
-  auto row = [&](uint32_t tile, uint32_t i) { return i / TILE_COLS * a.n + least(first + tile * TILE_COLS + i % TILE_COLS, last); };
-  auto x = [&](uint32_t r) { return (const bf16*)a.x + (uint64_t)(members[r] / a.slots) * a.k; };
-  auto emit = [&](uint32_t tile) {
-    uint32_t r = thread_id() / TILE_COLS, c = thread_id() % TILE_COLS, column = first + tile * TILE_COLS + c;
-    if (r >= count || column > last) return;
-    const float* part = lds.sums + r * tiles::COLS + c;
-    float gate = part[0], up = part[TILE_COLS];
-    for (uint32_t i = 1; i < waves; i++) {
-      part += tiles::ROWS * tiles::COLS;
-      gate += part[0];
-      up += part[TILE_COLS];
-    }
-    gate = rounded<bf16>::of(gate);
-    store_f32((bf16*)a.act + (uint64_t)members[r] * a.n + column, rounded<bf16>::of(silu_f32(gate)) * rounded<bf16>::of(up));
+// k < LONG_K: the blocks of eight times the columns are worked on by the first of them, each wave its own.
+template <class W> DEVICE void experts_tiles(const step_experts_args& a, uint32_t expert, const uint32_t* members, uint32_t count, const Lds& lds) {
+  Weights w = {a.k, 1, a.k >= LONG_K};
+  if (!w.wide && block_y() % WAVES) return;
+  uint32_t first = (w.wide ? block_y() : block_y() + tile_group()) * EXPERT_COLS, last = a.n - 1;
+  uint64_t matrix = (uint64_t)expert * 2 * a.n;
+  auto at = [&](uint32_t) {
+    return Matrix{(const uint8_t*)a.codes + matrix * W::row_bytes(a.k), (const uint16_t*)a.scales + (W::SCALED ? matrix * (a.k / WEIGHT_GROUP) : 0)};
   };
-  Rows<W> w = rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, a.k);
-#if defined(TILE_MMA)
-  if (W::SCALED || whole_groups(w)) {
-    waves = tiles::WAVES;
-    expert_strips::product<W>(w.codes, w.scales, w.k, [&](uint32_t i) { return row(0, i); }, a.n, x, count, lds.sums);
-    block_sync();
-    emit(0);
-    return;
-  }
-#endif
-  bool x_aligned = gemv::values_aligned((const bf16*)a.x, a.k, a.k);
-  if constexpr (!W::SCALED || !tiles::RUNS) block_product(w, some, row, x, x_aligned, count, lds, scales, emit);
+  Walk<W> walk;
+  begin(walk, w, at, [&](uint32_t i) { return i / EXPERT_COLS * a.n + least(first + i % EXPERT_COLS, last); });
+  block_sync();  // members
+  auto x = [&](uint32_t, uint32_t r) { return (const bf16*)a.x + (uint64_t)(members[r] / a.slots) * a.k; };
+  product(walk, w, at, lds, count, x, {});
+  for_outputs(w, lds, count, {}, [&](uint32_t wave, uint32_t lane, uint32_t r, float sum) {
+    float value = rounded<bf16>::of(sum), up = shuffle_xor(value, EXPERT_COLS);
+    uint32_t column = (w.wide ? block_y() : block_y() + wave) * EXPERT_COLS + lane;
+    if (lane < EXPERT_COLS && column < a.n) store_f32((bf16*)a.act + (uint64_t)members[r] * a.n + column, rounded<bf16>::of(silu_f32(value)) * up);
+  });
 }
 
 template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint32_t pair, uint32_t expert) {
@@ -216,111 +167,60 @@ template <class W> struct Experts<float, W> {
 };
 template <class W> struct Experts<bf16, W> {
   DEVICE void run(const step_experts_args& a) {
-    constexpr bool STRIPS = tiles::RUNS && W::SCALED;
-    SHARED(words16, x, STRIPS ? 1 : tiles::X_UNITS);
-    SHARED(float, x_sums, STRIPS ? 1 : tiles::X_SUMS);
-    SHARED(float, sums, tiles::SUMS);
-    SHARED(uint16_t, scales, STRIPS ? 1 : tiles::SCALES);
-    SHARED(uint32_t, members, tiles::ROWS);
+    SHARED(words16, x, WAVES * X_BYTES / 16);
+    SHARED(float, x_scale, SIDE);
+    SHARED(int32_t, x_sum, (W::FORMAT == WEIGHT_Q4G64 ? SIDE : 1));
+    SHARED(float, sums, SUMS);
+    SHARED(uint32_t, members, ROWS);
     previous_done();
-    next_may_begin();  // not before: step_down reads ids while this launch may be at work
+    next_may_begin();
     uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
     if (nothing_outside<bf16>(a, pair, expert)) return;
-    if (block_y() * EXPERT_COLS % BLOCK_COLS) return;
     uint32_t count = 1;
     if (a.rows > 1) count = find_members(a, pair, expert, members);
     else if (thread_id() == 0) members[0] = pair;
     if (count == 0) return;
-    uint32_t column = block_y() * EXPERT_COLS + thread_id() % EXPERT_COLS;
-    if (STRIPS && thread_id() < 2 * EXPERT_COLS)
-      prefetch_row<W>(a.codes, ((uint64_t)expert * 2 + thread_id() / EXPERT_COLS) * a.n + least(column, a.n - 1), a.k);
-    tiles::Lds lds = {x, x_sums, sums};
-    experts_tiles<W>(a, expert, members, count, lds, scales);
+    experts_tiles<W>(a, expert, members, uniform(count), {x, x_scale, x_sum, sums, nullptr});
   }
 };
 
-// y of a column: sum of the products, rounded to T, times the weights; shared in T.
-template <class T> DEVICE void store_y(const step_down_args& a, uint32_t row, uint32_t column, float sum, float shared) {
-  float moe = rounded<T>::of(rounded<T>::of(sum) + shared);
-  uint64_t at = (uint64_t)row * a.n + column;
-  store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + moe);
-}
 DEVICE float weight_of(const step_down_args& a, uint32_t row, uint32_t slot) { return ((const float*)a.weights)[(uint64_t)row * a.slots + slot]; }
 
-// The parts of the shared product in lds.sums.
-template <class W> DEVICE void shared_tiles(const step_down_args& a, uint32_t row, const tiles::Lds& lds, uint16_t* scales) {
-  uint32_t first = block_y() * DOWN_COLS;
-  const bf16* x = (const bf16*)a.shared_act + (uint64_t)row * a.shared_k;
-  block_product(
-      rows_of<W>(a.shared_codes, a.shared_scales, 0, a.shared_k), 1, [&](uint32_t, uint32_t i) { return least(first + i, a.n - 1); },
-      [&](uint32_t) { return x; }, gemv::values_aligned(x, 0, a.shared_k), 1, lds, scales, [](uint32_t) {});
-}
+// The first loads of the routed experts leave before the shared one is added, where registers allow.
+#if defined(TILE_MMA)
+constexpr bool BESIDE = true;
+#else
+constexpr bool BESIDE = false;
+#endif
 
-// Wave w: the product of slot turn + w over all of k, into row 0 of its part of lds.sums; and block_sync.
-template <class W, bool ALIGNED> DEVICE void slots_tiles(const step_down_args& a, uint32_t row, uint32_t turn, const tiles::Lds& lds) {
-  uint32_t wave = tile_group(), count = least(a.slots - turn, tiles::WAVES);
-  uint64_t pair = (uint64_t)row * a.slots + turn;
-  uint32_t expert = wave < count ? (uint32_t)((const int32_t*)a.ids)[pair + wave] : a.experts;
-  bool works = expert < a.experts;
-  uint32_t first = block_y() * DOWN_COLS;
-  Rows<W> w = rows_of<W>(a.codes, a.scales, (uint64_t)(works ? expert : 0u) * a.n, a.k);
-  using Stream = tiles::Stream<W, ALIGNED, 1>;
-  Stream s;
-  auto w_row = [&](uint32_t, uint32_t i) { return least(first + i, a.n - 1); };
-  Stream::begin(s, w.codes, w.scales, a.k, w_row, 0, works ? 1u : 0u);
-  const bf16* x = (const bf16*)a.act + pair * a.k;
-  tiles::Panel all = tiles::panel<W>(lds, count, tiles::ROWS, a.k), own = tiles::panel<W>(lds, 1, tiles::ROWS, a.k);
-  own.lds.x += wave * (all.pitch / 8);
-  own.lds.x_sums += wave * (all.chunk / tiles::GROUP);
-  for (; all.first < a.k; all.first += all.chunk) {
-    block_sync();
-    tiles::stage<W>(all, [&](uint32_t r) { return x + (uint64_t)r * a.k; }, gemv::values_aligned(x, a.k, a.k));
-    block_sync();
-    own.first = all.first;
-    Stream::advance(s, own, nullptr, w_row);
-  }
-  Stream::finish(s, own);
+// Weights of the shared expert, S, are asked for before the launches before are done.
+template <class W, class S> DEVICE void down_tiles(const step_down_args& a, const Lds& lds) {
+  uint32_t row = block_x(), first = block_y() * DOWN_COLS, last = a.n - 1;
+  auto column = [&](uint32_t i) { return least(first + i, last); };
+  Weights common = {a.shared_k, 1, true}, routed = {a.k, a.slots, true};
+  auto shared_at = [&](uint32_t) { return Matrix{(const uint8_t*)a.shared_codes, (const uint16_t*)a.shared_scales}; };
+  Walk<S> shared;
+  begin(shared, common, shared_at, column);
+  previous_done();
+  const int32_t* ids = (const int32_t*)a.ids + (uint64_t)row * a.slots;
+  auto outside = [&](uint32_t slot) { return (uint32_t)ids[slot] >= a.experts; };
+  auto at = [&](uint32_t slot) {
+    uint64_t matrix = (uint64_t)(outside(slot) ? 0u : (uint32_t)ids[slot]) * a.n;
+    return Matrix{(const uint8_t*)a.codes + matrix * W::row_bytes(a.k), (const uint16_t*)a.scales + (W::SCALED ? matrix * (a.k / WEIGHT_GROUP) : 0)};
+  };
+  Walk<W> walk;
+  if constexpr (BESIDE) begin(walk, routed, at, column);
+  product(shared, common, shared_at, lds, 1, [&](uint32_t, uint32_t) { return (const bf16*)a.shared_act + (uint64_t)row * a.shared_k; }, {});
+  float sum = 0.0f;
+  for_outputs(common, lds, 1, {}, [&](uint32_t, uint32_t, uint32_t, float of_shared) { sum = of_shared; });
   block_sync();
-}
-
-template <class W> DEVICE void down_tiles(const step_down_args& a, const tiles::Lds& lds, uint16_t* scales) {
-  constexpr uint32_t WAVE_SUMS = tiles::ROWS * tiles::COLS;
-  uint32_t row = block_x(), column = block_y() * DOWN_COLS + thread_id();
-  if (a.shared_format == WEIGHT_Q8G64) shared_tiles<q8g64_weights>(a, row, lds, scales);
-  else shared_tiles<bf16_weights>(a, row, lds, scales);
-  bool stores = thread_id() < DOWN_COLS && column < a.n;
-  float shared = 0.0f, sum = 0.0f;
-  if (stores) {
-    shared = lds.sums[thread_id()];
-    for (uint32_t w = 1; w < working_waves(a.shared_k); w++) shared += lds.sums[w * WAVE_SUMS + thread_id()];
-  }
-  for (uint32_t turn = 0; turn < a.slots; turn += tiles::WAVES) {
-    if constexpr (W::SCALED) {
-      slots_tiles<W, true>(a, row, turn, lds);
-    } else {
-      bool whole = tiles::RUNS && whole_groups(rows_of<W>(a.codes, a.scales, 0, a.k));
-      if (!whole) slots_tiles<W, false>(a, row, turn, lds);
-      if constexpr (tiles::RUNS) {
-        if (whole) slots_tiles<W, true>(a, row, turn, lds);
-      }
-    }
-    for (uint32_t slot = turn; stores && slot < least(a.slots, turn + tiles::WAVES); slot++) {
-      sum = fma_f32(weight_of(a, row, slot), rounded<bf16>::of(lds.sums[(slot - turn) * WAVE_SUMS + thread_id()]), sum);
-    }
-  }
-  if (stores) store_y<bf16>(a, row, column, sum, rounded<bf16>::of(shared));
-}
-
-// Asks for the block's rows of weights. ids are there: what wrote them was done when step_experts let this launch begin.
-template <class W> DEVICE void prefetch_down(const step_down_args& a) {
-  uint32_t first = block_y() * DOWN_COLS, i = thread_id() % DOWN_COLS, column = least(first + i, a.n - 1);
-  for (uint32_t slot = thread_id() / DOWN_COLS; slot < a.slots; slot += THREADS / DOWN_COLS) {
-    uint32_t expert = (uint32_t)((const int32_t*)a.ids)[(uint64_t)block_x() * a.slots + slot];
-    if (expert < a.experts) prefetch_row<W>(a.codes, (uint64_t)expert * a.n + column, a.k);
-  }
-  if (thread_id() >= DOWN_COLS) return;
-  if (a.shared_format == WEIGHT_Q8G64) prefetch_row<q8g64_weights>(a.shared_codes, column, a.shared_k);
-  else prefetch_row<bf16_weights>(a.shared_codes, column, a.shared_k);
+  if constexpr (!BESIDE) begin(walk, routed, at, column);
+  auto x = [&](uint32_t slot, uint32_t) { return outside(slot) ? nullptr : (const bf16*)a.act + ((uint64_t)row * a.slots + slot) * a.k; };
+  product(walk, routed, at, lds, 1, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
+  for_outputs(routed, lds, 1, {}, [&](uint32_t, uint32_t lane, uint32_t, float of_routed) {
+    uint64_t to = (uint64_t)row * a.n + first + lane;
+    if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + (of_routed + sum));
+  });
 }
 
 // Grid: rows, ceil(n / 32).
@@ -350,19 +250,20 @@ template <class W> struct Down<float, W> {
     if (c >= DOWN_COLS || c > last) return;
     float sum = 0.0f;
     for (uint32_t slot = 0; slot < a.slots; slot++) sum = fma_f32(weight_of(a, row, slot), products[slot * DOWN_COLS + c], sum);
-    store_y<float>(a, row, first + c, sum, common[c]);
+    uint64_t at = (uint64_t)row * a.n + first + c;
+    ((float*)a.y)[at] = ((const float*)a.residual)[at] + (sum + common[c]);
   }
 };
 template <class W> struct Down<bf16, W> {
   DEVICE void run(const step_down_args& a) {
-    SHARED(words16, x, tiles::X_UNITS);
-    SHARED(float, x_sums, tiles::X_SUMS);
-    SHARED(float, sums, tiles::SUMS);
-    SHARED(uint16_t, scales, tiles::SCALES);
+    SHARED(words16, x, WAVES * X_BYTES / 16);
+    SHARED(float, x_scale, SIDE);
+    SHARED(int32_t, x_sum, (W::FORMAT == WEIGHT_Q4G64 ? SIDE : 1));
+    SHARED(float, sums, SUMS);
     next_may_begin();
-    prefetch_down<W>(a);
-    previous_done();
-    down_tiles<W>(a, {x, x_sums, sums}, scales);
+    Lds lds = {x, x_scale, x_sum, sums, nullptr};
+    if (a.shared_format == WEIGHT_Q8G64) down_tiles<W, q8g64_weights>(a, lds);
+    else down_tiles<W, bf16_weights>(a, lds);
   }
 };
 

@@ -23,14 +23,13 @@ constexpr uint32_t BINS_EACH = 4, BIN_PARTS = 32;  // bins that lie side by side
 
 constexpr uint32_t THREADS = 1024;  // of step_topk
 constexpr uint32_t K_MAX = 2 * THREADS, BLOCKS_MAX = THREADS;
-constexpr uint32_t EACH = 8, SPAN = THREADS * EACH;  // positions that a work-item, and a block, sort out at a time
+constexpr uint32_t EACH = 4, EACH_LONG = 8;  // positions that a work-item sorts out at a time: few, while the blocks have enough for all
 constexpr uint32_t HELD = 4;                         // entries a work-item keeps in registers
 constexpr uint32_t EAGER_BLOCKS = 16;                // that load before they know whether they have positions
-constexpr uint32_t DIGIT_BITS = 10;                  // of the choice among candidates: a digit a work-item
+constexpr uint32_t DIGIT_BITS = 32 - BIN_SHIFT;      // of the choice among candidates: so many digits as bins
 constexpr uint32_t POSITION_BITS = 30;
 constexpr uint32_t RANK_BITS = BIN_SHIFT + POSITION_BITS;
-static_assert(1u << DIGIT_BITS == THREADS && RANK_BITS % DIGIT_BITS == 0, "a work-item has one digit, and the digits cover a rank");
-static_assert(BINS == BINS_EACH * THREADS && BINS_EACH == 4, "the bins of a work-item are 16 bytes");
+static_assert(1u << DIGIT_BITS == BINS && BINS == BINS_EACH * THREADS && BINS_EACH == 4, "the bins of a work-item are 16 bytes");
 
 // Where a histogram has the bin: neighbours, which most scores fall into, are spread over cache lines, for a line takes one addition at a time.
 DEVICE uint32_t bin_place(uint32_t bin) {
@@ -209,14 +208,14 @@ DEVICE uint64_t entry_of(uint32_t key, uint32_t bin, uint32_t p) {
 DEVICE uint32_t position_of(uint64_t entry) { return POSITION_LAST - ((uint32_t)entry & POSITION_LAST); }
 
 struct threshold {
-  uint32_t bin, wanted;  // how many of the bin are selected
+  uint32_t bin, wanted, weight;  // how many of the bin are selected, and how many it has
 };
-// The bin that holds the k-th largest of the counted keys. counts: of the work-item's bins; work-item 0 has the largest keys.
+// The bin, or digit, that holds the k-th largest of the counted keys. counts: of the work-item's bins; work-item 0 has the largest keys.
 DEVICE void find_bin(const uint32_t* counts, uint32_t k, threshold* found, uint32_t* lds) {
   uint32_t total, above = block_scan<THREADS>(counts[0] + counts[1] + counts[2] + counts[3], lds, &total);
   UNROLL
   for (uint32_t i = BINS_EACH; i-- > 0;) {
-    if (above < k && k <= above + counts[i]) *found = {BINS - BINS_EACH * (thread_id() + 1u) + i, k - above};
+    if (above < k && k <= above + counts[i]) *found = {BINS - BINS_EACH * (thread_id() + 1u) + i, k - above, counts[i]};
     above += counts[i];
   }
   block_sync();
@@ -227,34 +226,36 @@ DEVICE void load_bins(const uint32_t* histogram, uint32_t* counts) {
   for (uint32_t i = 0; i < BINS_EACH; i++) counts[i] = four.w[i];
 }
 
-DEVICE void load_scores(const float* scores, uint32_t first, uint32_t* bits) {
+template <uint32_t N> DEVICE void load_scores(const step_topk_args& a, const float* scores, uint32_t first, uint32_t* bits) {
   UNROLL
-  for (uint32_t i = 0; i < EACH; i += 4) {
-    words16 four = *(const words16*)(scores + first + i);
-    UNROLL
-    for (uint32_t j = 0; j < 4; j++) bits[i + j] = four.w[j];
-  }
+  for (uint32_t i = 0; i < N; i += 4) load16(scores + (first < a.score_stride ? first + i : 0u), bits + i);
 }
 
-// Entries of positions [begin, stop) in ascending order. bits: the work-item's first scores. Returns how many there are.
-DEVICE uint32_t list_entries(const step_topk_args& a, const float* scores, uint32_t begin, uint32_t stop, uint32_t bin, uint32_t* bits, uint64_t* list,
-                             uint32_t* lds) {
+// Entries of positions [begin, stop) in ascending order. bits: the work-item's first N scores; those of the next span are on their way while one is
+// sorted out. Returns how many entries there are.
+template <uint32_t N>
+DEVICE uint32_t list_entries(const step_topk_args& a, const float* scores, uint32_t begin, uint32_t stop, uint32_t bin, uint32_t* bits,
+                             uint64_t* list, uint32_t* lds) {
+  constexpr uint32_t SPAN = THREADS * N;
   uint32_t listed = 0;
+  ROLLED
   for (uint32_t span = begin; span < stop; span += SPAN) {
-    uint32_t first = span + thread_id() * EACH, total, count = 0, taken = 0;
-    if (span != begin) load_scores(scores, first < a.score_stride ? first : 0u, bits);
+    uint32_t first = span + thread_id() * N, total, count = 0, taken = 0, next[N] = {};
+    if (span + SPAN < stop) load_scores<N>(a, scores, first + SPAN, next);
     UNROLL
-    for (uint32_t i = 0; i < EACH; i++) {
+    for (uint32_t i = 0; i < N; i++) {
       bits[i] = order_key(float_of(bits[i]));
       taken |= first + i < stop && bits[i] >> BIN_SHIFT >= bin ? 1u << i : 0u;
       count += taken >> i & 1u;
     }
     uint64_t* to = list + begin + listed + block_scan<THREADS>(count, lds, &total);
     UNROLL
-    for (uint32_t i = 0; i < EACH; i++) {
+    for (uint32_t i = 0; i < N; i++) {
       if (taken >> i & 1u) *to++ = entry_of(bits[i], bin, first + i);
     }
     listed += total;
+    UNROLL
+    for (uint32_t i = 0; i < N; i++) bits[i] = next[i];
   }
   return listed;
 }
@@ -262,15 +263,17 @@ DEVICE uint32_t list_entries(const step_topk_args& a, const float* scores, uint3
 // The entries of a row, those of one block after those of the other.
 struct listed {
   const uint64_t* entries;
-  const uint32_t* starts;  // LDS: of the blocks, then their end
+  const uint32_t* starts;  // LDS: of the blocks
   uint32_t blocks, reach;  // a block's entries start `reach` after those of the block before
-  uint32_t count;
+  uint32_t step;           // the largest power of two below `blocks`
+  uint32_t count;          // 0: starts are not known, for the first THREADS * HELD entries are all
 };
 // HELD entries from `first` on; returns a bit for each of them that there is.
 DEVICE uint32_t load_entries(const listed& l, uint32_t first, uint64_t* e) {
   uint32_t block = 0, found = 0;
-  UNROLL
-  for (uint32_t step = BLOCKS_MAX / 2; step; step /= 2) {
+  if (first >= l.count) return 0;
+  ROLLED
+  for (uint32_t step = l.step; step; step /= 2) {
     if (block + step < l.blocks && l.starts[block + step] <= first) block += step;
   }
   UNROLL
@@ -283,84 +286,88 @@ DEVICE uint32_t load_entries(const listed& l, uint32_t first, uint64_t* e) {
   return found;
 }
 
-struct digit_found {
-  uint32_t digit, wanted, weight;
-};
-
-// The lowest of the `wanted` best of the bin's entries, `count` in number; 0 where all are wanted. held: those that the work-item has, as `valid` says.
-// Others: from `rest` on.
-DEVICE uint64_t lowest_chosen(const listed& l, const uint64_t* held, uint32_t valid, uint32_t rest, uint32_t count, uint32_t wanted, uint32_t* histogram,
-                              uint32_t* lds) {
-  SHARED(digit_found, found, 1);
-  uint32_t t = thread_id(), left = wanted;
-  uint64_t prefix = 0, lowest = 0;
-  for (uint32_t shift = RANK_BITS; shift && left != count;) {
-    uint32_t above = shift;
-    shift -= DIGIT_BITS;
-    histogram[t] = 0;
-    block_sync();
-    uint32_t run = 0, run_digit = 0, total;  // equal digits in a row are added at once: all at one address would be slow
-    auto see = [&](uint64_t entry) {
-      if (entry >> above != prefix) return;
-      uint32_t digit = (uint32_t)(entry >> shift) & (THREADS - 1u);
-      if (run && digit != run_digit) {
-        lds_add(&histogram[run_digit], run);
-        run = 0;
-      }
-      run_digit = digit;
-      run++;
-    };
-    UNROLL
-    for (uint32_t i = 0; i < HELD; i++) {
-      if (valid >> i & 1u) see(held[i]);
+// Counts the digits at `shift` of those entries that have the prefix above it. Equal digits in a row are added at once: all at one address would be
+// slow.
+DEVICE void count_digits(const uint64_t* held, uint32_t valid, uint64_t prefix, uint32_t above, uint32_t shift, uint32_t* histogram) {
+  uint32_t run = 0, run_digit = 0;
+  UNROLL
+  for (uint32_t i = 0; i < HELD; i++) {
+    uint32_t digit = (uint32_t)(held[i] >> shift) & (BINS - 1u);
+    bool counted = (valid >> i & 1u) && held[i] >> above == prefix;
+    if (counted && run && digit != run_digit) {
+      lds_add(&histogram[run_digit], run);
+      run = 0;
     }
-    for (uint32_t first = rest + t * HELD; first < l.count; first += THREADS * HELD) {
-      uint64_t more[HELD];
-      uint32_t found = load_entries(l, first, more);
-      UNROLL
-      for (uint32_t i = 0; i < HELD; i++) {
-        if (found >> i & 1u) see(more[i]);
-      }
-    }
-    if (run) lds_add(&histogram[run_digit], run);
-    block_sync();
-    uint32_t digit = THREADS - 1u - t, weight = histogram[digit], before = block_scan<THREADS>(weight, lds, &total);
-    if (before < left && left <= before + weight) found[0] = {digit, left - before, weight};
-    block_sync();
-    prefix = prefix << DIGIT_BITS | found[0].digit;
-    lowest = prefix << shift;
-    left = found[0].wanted;
-    if (left == found[0].weight) break;  // every entry of this prefix
+    run_digit = counted ? digit : run_digit;
+    run += counted ? 1u : 0u;
   }
-  return lowest;
+  if (run) lds_add(&histogram[run_digit], run);
 }
 
-// Positions of the entries from `lowest` on, ascending. k: never more, whatever the histogram was.
-DEVICE void select_entries(const listed& l, uint64_t* held, uint32_t valid, uint32_t rest, uint64_t lowest, uint32_t k, int32_t* selected,
-                           uint32_t* lds) {
-  uint32_t done = 0, total;
-  for (uint32_t window = 0; window == 0 || window < l.count; window = window ? window + THREADS * HELD : rest) {
-    uint32_t count = 0;
-    if (window) valid = load_entries(l, window + thread_id() * HELD, held);
-    UNROLL
-    for (uint32_t i = 0; i < HELD; i++) count += valid >> i & 1u && held[i] >= lowest ? 1u : 0u;
-    uint32_t rank = done + block_scan<THREADS>(count, lds, &total);
-    done += total;
-    UNROLL
-    for (uint32_t i = 0; i < HELD; i++) {
-      if (valid >> i & 1u && held[i] >= lowest && rank < k) selected[rank++] = (int32_t)position_of(held[i]);
+// Writes the positions of those entries that are `lowest` or above, behind the `done` ones before them; returns how many there are now. k: never
+// more, whatever the histogram was.
+DEVICE uint32_t select_entries(const uint64_t* held, uint32_t valid, uint64_t lowest, uint32_t done, uint32_t k, int32_t* selected, uint32_t* lds) {
+  uint32_t chosen = 0, total;
+  UNROLL
+  for (uint32_t i = 0; i < HELD; i++) chosen |= (valid >> i & 1u) && held[i] >= lowest ? 1u << i : 0u;
+  uint32_t rank = done + block_scan<THREADS>(bit_count(chosen), lds, &total);
+  UNROLL
+  for (uint32_t i = 0; i < HELD; i++) {
+    if ((chosen >> i & 1u) && rank < k) selected[rank++] = (int32_t)position_of(held[i]);
+  }
+  return done + total;
+}
+
+// Chooses the `limit.wanted` best of the bin's entries digit by digit, from the highest on, until all of the last digit are wanted; then writes the
+// selection, or with `drawn` nothing. held: the first entries of the work-item, as `valid` says; they are loaded where l.count is known.
+DEVICE void choose(const step_topk_args& a, const listed& l, const threshold& limit, uint64_t* held, uint32_t valid, int32_t* selected,
+                   uint32_t* histogram, uint32_t* lds) {
+  SHARED(threshold, found, 1);
+  uint32_t left = limit.wanted, above = RANK_BITS, done = 0, counts[BINS_EACH];
+  uint64_t prefix = 0, lowest = 0;
+  bool open = left != limit.weight, loaded = l.count == 0;
+  while (true) {
+    uint32_t shift = above > DIGIT_BITS ? above - DIGIT_BITS : 0u;
+    for (uint32_t window = 0; window == 0 || window < l.count; window += THREADS * HELD) {
+      uint64_t seen[HELD];
+      uint32_t there = valid;
+      UNROLL
+      for (uint32_t i = 0; i < HELD; i++) seen[i] = held[i];
+      if (window || !loaded) there = load_entries(l, window + thread_id() * HELD, seen);
+      if (!loaded) {
+        UNROLL
+        for (uint32_t i = 0; i < HELD; i++) held[i] = seen[i];
+        valid = there;
+        loaded = true;
+      }
+      if (open) count_digits(seen, there, prefix, above, shift, histogram);
+      else if (!a.drawn) done = select_entries(seen, there, lowest, done, a.k, selected, lds);
     }
+    if (!open) return;
+    block_sync();
+    words16* mine = (words16*)histogram + (THREADS - 1u - thread_id());
+    words16 counted = *mine;
+    *mine = {{0, 0, 0, 0}};
+    UNROLL
+    for (uint32_t i = 0; i < BINS_EACH; i++) counts[i] = counted.w[i];
+    find_bin(counts, left, found, lds);
+    prefix = prefix << (above - shift) | found[0].bin;
+    lowest = prefix << shift;
+    left = found[0].wanted;
+    above = shift;
+    open = left != found[0].weight && shift;
   }
 }
 
 // What the last block of a row does; `blocks` blocks have listed entries. It loads the first `share` entries of every block while it does not know
 // their number yet; if a block has more, all are loaded again by their place in the list.
-DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, uint32_t reach, uint32_t wanted, uint32_t* lds) {
-  SHARED(uint32_t, histogram, THREADS);
-  SHARED(uint32_t, starts, BLOCKS_MAX + 1);
+DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, uint32_t reach, const threshold& limit, uint32_t* lds) {
+  SHARED(words16, histogram, BINS / 4);
+  SHARED(uint32_t, starts, BLOCKS_MAX);
   SHARED(uint32_t, more, 1);
-  uint32_t share = THREADS / blocks * HELD, t = thread_id(), source = t * HELD / share, at = t * HELD % share, valid = 0, total;
+  uint32_t share = THREADS / blocks * HELD, t = thread_id(), source = t * HELD / share, at = t * HELD % share, valid = 0;
   const uint64_t* entries = (const uint64_t*)a.entries + (uint64_t)row * a.score_stride;
+  const uint32_t* listed_by = (const uint32_t*)a.entry_counts + (uint64_t)row * a.count_stride;
   uint64_t held[HELD];
   UNROLL
   for (uint32_t i = 0; i < HELD; i += 2) {
@@ -369,7 +376,7 @@ DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, u
     held[i] = (uint64_t)pair.w[1] << 32 | pair.w[0];
     held[i + 1] = (uint64_t)pair.w[3] << 32 | pair.w[2];
   }
-  uint32_t mine = t < blocks ? ((const uint32_t*)a.entry_counts)[(uint64_t)row * a.count_stride + t] : 0u;
+  uint32_t mine = t < blocks ? listed_by[t] : 0u, there = source < blocks ? listed_by[source] : 0u;
   int32_t *selected = (int32_t*)a.selected + (uint64_t)row * a.k, drawn[K_MAX / THREADS] = {};
   if (a.drawn) {
     const int32_t* from = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
@@ -377,24 +384,21 @@ DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, u
     for (uint32_t i = 0; i < K_MAX / THREADS; i++) drawn[i] = from[t + i * THREADS < a.k ? t + i * THREADS : 0u];
   }
   ((words16*)a.cleared)[(uint64_t)row * (BINS / 4) + t] = {{0, 0, 0, 0}};
+  histogram[t] = {{0, 0, 0, 0}};
   if (t == 0) more[0] = 0;
   block_sync();
   if (mine > share) more[0] = 1;
-  uint32_t start = block_scan<THREADS>(mine, lds, &total);
-  starts[t] = start;
-  if (t == 0) starts[BLOCKS_MAX] = total;
+  UNROLL
+  for (uint32_t i = 0; i < HELD; i++) valid |= at + i < there ? 1u << i : 0u;
   block_sync();
-  listed l = {entries, starts, blocks, reach, total};
-  uint32_t rest = total;
+  listed l = {entries, starts, blocks, reach, 0, 0};
   if (more[0]) {
-    valid = load_entries(l, t * HELD, held);
-    rest = THREADS * HELD;
-  } else if (source < blocks) {
-    uint32_t listed_there = starts[source + 1u] - starts[source];
-    UNROLL
-    for (uint32_t i = 0; i < HELD; i++) valid |= at + i < listed_there ? 1u << i : 0u;
+    starts[t] = block_scan<THREADS>(mine, lds, &l.count);
+    for (l.step = 1; 2u * l.step < blocks; l.step *= 2) {
+    }
+    block_sync();
   }
-  uint64_t lowest = lowest_chosen(l, held, valid, rest, total - (a.k - wanted), wanted, histogram, lds);
+  choose(a, l, limit, held, valid, selected, (uint32_t*)histogram, lds);
   uint32_t count = a.k;
   if (a.drawn) {
     uint32_t some = 0;
@@ -405,8 +409,6 @@ DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, u
       some += drawn[i] >= 0 ? 1u : 0u;
     }
     block_scan<THREADS>(some, lds, &count);
-  } else {
-    select_entries(l, held, valid, rest, lowest, a.k, selected, lds);
   }
   if (t == 0) ((int32_t*)a.counts)[row] = (int32_t)count;
 }
@@ -417,39 +419,49 @@ DEVICE void select_all(const step_topk_args& a, uint32_t row, int32_t position) 
   if (thread_id() == 0) ((int32_t*)a.counts)[row] = position + 1;
 }
 
-// The first blocks load histogram and scores before they know the row's position.
-DEVICE void select_row(const step_topk_args& a, uint32_t row) {
-  SHARED(uint32_t, lds, BLOCK_SCAN);
-  SHARED(threshold, limit, 1);
-  uint32_t t = thread_id(), counts[BINS_EACH], bits[EACH];
+// How a row's entries are listed. blocks: 0 in all blocks but the last of a row.
+struct listing {
+  uint32_t blocks, reach;
+};
+// What every block of a row does, with N positions a work-item and span. The first blocks load histogram and scores before they know the row's
+// position.
+template <uint32_t N> DEVICE listing list_row(const step_topk_args& a, uint32_t row, threshold* limit, uint32_t* lds) {
+  constexpr uint32_t SPAN = THREADS * N;
+  uint32_t t = thread_id(), counts[BINS_EACH], bits[N];
   bool one_span = (uint64_t)a.blocks * SPAN >= a.score_stride, eager = one_span && block_x() < EAGER_BLOCKS;
   const float* scores = (const float*)a.scores + (uint64_t)row * a.score_stride;
   const uint32_t* histogram = (const uint32_t*)a.histogram + (uint64_t)row * BINS;
   int32_t position = ((const int32_t*)a.positions)[row];
   if (eager) {
-    uint32_t first = block_x() * SPAN + t * EACH;
     load_bins(histogram, counts);
-    load_scores(scores, first < a.score_stride ? first : 0u, bits);
+    load_scores<N>(a, scores, block_x() * SPAN + t * N, bits);
   }
   block_sync();  // else the loads move behind the wait for the position
   uint32_t n = (uint32_t)position + 1u, spans = (n + SPAN - 1u) / SPAN;
   uint32_t reach = one_span ? SPAN : (spans + a.blocks - 1u) / a.blocks * SPAN;
   if (position < (int32_t)a.k) {
     if (block_x() == 0) select_all(a, row, position);
-    return;
+    return {0, 0};
   }
-  if (block_x() * reach >= n) return;
+  if (block_x() * reach >= n) return {0, 0};
   uint32_t begin = block_x() * reach, stop = begin + reach < n ? begin + reach : n, blocks = (n + reach - 1u) / reach;
   if (!eager) {
-    uint32_t first = begin + t * EACH;
     load_bins(histogram, counts);
-    load_scores(scores, first < a.score_stride ? first : 0u, bits);
+    load_scores<N>(a, scores, begin + t * N, bits);
   }
   find_bin(counts, a.k, limit, lds);
   uint64_t* entries = (uint64_t*)a.entries + (uint64_t)row * a.score_stride;
-  uint32_t count = list_entries(a, scores, begin, stop, limit[0].bin, bits, entries, lds);
+  uint32_t count = list_entries<N>(a, scores, begin, stop, limit[0].bin, bits, entries, lds);
   if (t == 0) ((uint32_t*)a.entry_counts)[(uint64_t)row * a.count_stride + block_x()] = count;
-  if (arrives_last((uint32_t*)a.arrivals + row, blocks)) finish_row(a, row, blocks, reach, limit[0].wanted, lds);
+  return {arrives_last((uint32_t*)a.arrivals + row, blocks) ? blocks : 0u, reach};
+}
+
+DEVICE void select_row(const step_topk_args& a, uint32_t row) {
+  SHARED(uint32_t, lds, BLOCK_SCAN);
+  SHARED(threshold, limit, 1);
+  bool few = (uint64_t)a.blocks * THREADS * EACH >= a.score_stride;
+  listing l = few ? list_row<EACH>(a, row, limit, lds) : list_row<EACH_LONG>(a, row, limit, lds);
+  if (l.blocks) finish_row(a, row, l.blocks, l.reach, limit[0], lds);
 }
 
 }  // namespace step_select

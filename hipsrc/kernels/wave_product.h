@@ -1,0 +1,199 @@
+// wave_product.h - the wave product: 32 lanes multiply 32 rows of weights (its columns) by up to 8 rows of bf16 x, by matrix tiles where there are any.
+// Formats: bf16, q8g64, q4g64 (weight_format.h). A GROUP is 64 consecutive k: what shares a scale. A RUN is 4 consecutive groups.
+//   wide     a block of 8 waves has one set of 32 columns; wave w adds the runs i with i % 8 == w, their groups ascending; the waves' sums are added
+//            in LDS in the order w = 0 .. 7
+//   else     each wave has 32 columns of its own, also rows of x of its own if it likes, and adds all groups, ascending
+// Scaled formats: x enters a group as integers q of 16 bits, x ~ q * 2^e, e chosen by the largest |x| of the group (put_x: values down to 1/64 of it
+// are exact). The sum of code * q over a group is an exact integer whatever adds it, and sum = fma(float(that), scale * 2^e, sum): outputs are the same
+// on every target. A group of x with a value that is not finite makes the output NaN.
+// bf16: the sums inside a group are the matrix unit's, on top of those before; without one 8 chains of fma, chain j over the k with k % 8 == j, ascending,
+// and a wave ends with ((0+4)+(2+6))+((1+5)+(3+7)). Either way an output depends on its row of x, its row of weights and k alone.
+// Norm: x * norm takes the place of x, in f32 for scaled formats, rounded for bf16, and the sums are multiplied by 1 / sqrt(mean(x^2) + eps) at the end,
+// so that nothing waits for the sum of a row: it is gathered on the way. A lane adds the squares of its 8 values of a run to its own sum, a butterfly
+// adds the lanes, then the waves are added in order.
+// Use, in a block of THREADS work-items, all of which call everything:
+//   Weights w = {k, matrices, wide};  Walk<W> walk;  begin(walk, w, at, row)      the first loads are on their way (wave_walk.h); weights alone
+//                                                    have been touched
+//   product(walk, w, at, lds, rows, x, operand)      x(matrix, r): row r < rows of x, k values; the sums are in LDS
+//   for_outputs(w, lds, rows, operand, f)            f(wave, column, row, sum): the 32 lanes of a group have one row together; wide: the block's
+//                                                    columns are one set of 32 and wave is 0
+// block_sync before LDS is used again.
+#pragma once
+#include "wave_walk.h"
+
+namespace wave_product {
+
+// norm [k], or null; at a multiple of 16 bytes, as every row of x. weights, if not null: what the x of matrix i is multiplied by, in f32.
+struct Operand {
+  const bf16* norm;
+  float eps;
+  const float* weights;
+};
+
+// Eight values at `at`, zeros past k and of a row that is null; pairs of bf16.
+DEVICE void load_unit(const bf16* row, uint32_t at, uint32_t k, uint32_t* word) {
+  UNROLL
+  for (uint32_t i = 0; i < 4; i++) word[i] = 0u;
+  if (row && at < k) load16(in_global(row + at), word);
+}
+DEVICE float unit_value(const uint32_t* word, uint32_t i) { return float_of(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16); }
+
+// This work-item's 8 values of row `row` of a run into LDS: bf16, or planes q = 256 high + low of signed bytes for scaled formats; q8g64 in ascending
+// order, q4g64 of each 8 values the even ones and then the odd ones, as the nibbles of a word of codes come. A group is 8 work-items.
+template <class W> DEVICE void put_x(const Lds& lds, uint32_t row, const float* v) {
+  uint32_t group = tile_lane() / 8, unit = tile_lane() % 8;
+  if constexpr (!W::SCALED) {
+    uint32_t word[4];
+    UNROLL
+    for (uint32_t i = 0; i < 4; i++) word[i] = f32_to_bf16(v[2 * i]).bits | (uint32_t)f32_to_bf16(v[2 * i + 1]).bits << 16;
+    *(words16*)(values_of(lds, row, group) + 8 * unit) = {{word[0], word[1], word[2], word[3]}};
+  } else {
+    uint32_t top = 0;  // the largest magnitude, as bits of f32
+    UNROLL
+    for (uint32_t i = 0; i < 8; i++) {
+      uint32_t bits = bits_of(v[i]) & 0x7fffffffu;
+      top = bits > top ? bits : top;
+    }
+    UNROLL
+    for (uint32_t m = 1; m < 8; m <<= 1) {
+      uint32_t other = shuffle_xor(top, m);
+      top = other > top ? other : top;
+    }
+    // The exponent of top, one more for the largest mantissas, so that |q| <= 32512 fits the planes; not so small that 2^e has no normal f32.
+    uint32_t exponent = (top + 0x20000u) >> 23;
+    exponent = exponent > 27u ? exponent : 27u;
+    float up = float_of((268u - exponent) << 23);
+    constexpr uint32_t ZERO = 0x4b400080u;  // 1.5 * 2^23 + 128: the f32 that is added to q, which rounds it to an integer in the low bits
+    uint32_t q[8];
+    UNROLL
+    for (uint32_t i = 0; i < 8; i++) q[W::FORMAT == WEIGHT_Q4G64 ? i % 2 * 4 + i / 2 : i] = bits_of(fma_f32(v[i], up, float_of(ZERO)));
+    if constexpr (W::FORMAT == WEIGHT_Q4G64) {
+      uint32_t sum = 0;
+      UNROLL
+      for (uint32_t i = 0; i < 8; i++) sum += q[i] - ZERO;
+      UNROLL
+      for (uint32_t m = 1; m < 8; m <<= 1) sum += shuffle_xor(sum, m);
+      if (unit == 0) lds.x_sum[side_of(row, group)] = (int32_t)(sum << 3);  // a code is 8 + value
+    }
+    if (unit == 0) lds.x_scale[side_of(row, group)] = float_of(top >= 0x7f800000u ? 0x7fc00000u : (exponent - 14u) << 23);
+    UNROLL
+    for (uint32_t plane = 0; plane < 2; plane++) {
+      uint64_t bytes = 0;
+      UNROLL
+      for (uint32_t i = 0; i < 8; i += 4) {  // byte 0 of q + 128 is low with its sign turned, byte 1 is high
+        uint32_t first = pick_bytes<0, 4, 1, 5>(q[i], q[i + 1]), second = pick_bytes<0, 4, 1, 5>(q[i + 2], q[i + 3]);
+        uint32_t four = plane ? pick_bytes<2, 3, 6, 7>(first, second) : pick_bytes<0, 1, 4, 5>(first, second) ^ 0x80808080u;
+        bytes |= (uint64_t)four << (8 * i);
+      }
+      *(uint64_t*)(plane_of(lds, row, plane, group) + 8 * unit) = bytes;
+    }
+  }
+}
+
+// The run of the wave's groups from `next` on, of all rows, into the wave's LDS.
+template <class W, class X>
+DEVICE void stage(const Weights& w, const Lds& lds, uint32_t rows, const X& x, const Operand& o, uint32_t matrix, uint32_t next) {
+  uint32_t at = group_at(w, next) * GROUP + 8 * tile_lane(), weight[4], word[4];
+  load_unit(x(matrix, 0), at, w.k, word);
+  if (o.norm) load_unit(o.norm, at, w.k, weight);
+  ROLLED
+  for (uint32_t row = 0; row < rows; row++) {
+    float v[8];
+    UNROLL
+    for (uint32_t i = 0; i < 8; i++) v[i] = unit_value(word, i);
+    if (row + 1u < rows) load_unit(x(matrix, row + 1u), at, w.k, word);
+    if (o.norm) {
+      float* of_lane = lds.sums + (tile_group() * ROWS + row) * COLS + tile_lane();
+      float sum = *of_lane;
+      UNROLL
+      for (uint32_t i = 0; i < 8; i++) {
+        sum = fma_f32(v[i], v[i], sum);
+        v[i] *= unit_value(weight, i);
+      }
+      *of_lane = sum;
+    }
+    if (o.weights) {
+      UNROLL
+      for (uint32_t i = 0; i < 8; i++) v[i] *= o.weights[matrix];
+    }
+    put_x<W>(lds, row, v);
+  }
+}
+
+// The sums of x^2 of the lanes become those of the wave.
+DEVICE void gather_squares(const Lds& lds, uint32_t rows) {
+  ROLLED
+  for (uint32_t row = 0; row < rows; row++) {
+    float sum[1] = {lds.sums[(tile_group() * ROWS + row) * COLS + tile_lane()]};
+    lanes_sum<32>(sum);
+    if (tile_lane() == 0) lds.squares[tile_group() * ROWS + row] = sum[0];
+  }
+  wave_sync();
+}
+
+// Groups of a run that are written out one after the other. sm_90: all, since it waits for all loads where ways join.
+#if defined(TILE_MMA)
+template <class W> constexpr uint32_t UNROLLED = RUN;
+#else
+template <class W> constexpr uint32_t UNROLLED = Walk<W>::SLOTS;
+#endif
+
+// The sums of all columns into LDS.
+template <class W, class At, class X>
+DEVICE void product(Walk<W>& walk, const Weights& w, const At& at, const Lds& lds, uint32_t rows, const X& x, const Operand& o) {
+  uint32_t per = groups_of(w);
+  if (o.norm) {
+    for (uint32_t row = 0; row < rows; row++) lds.sums[(tile_group() * ROWS + row) * COLS + tile_lane()] = 0.0f;
+  }
+  ROLLED
+  for (uint32_t matrix = 0, next = 0; matrix < w.matrices;) {
+    wave_sync();
+    stage<W>(w, lds, rows, x, o, matrix, next);
+    wave_sync();
+    ROLLED
+    for (uint32_t first = 0; first < RUN; first += UNROLLED<W>) {
+      UNROLL
+      for (uint32_t i = 0; i < UNROLLED<W>; i++) {
+        uint32_t slot = i % Walk<W>::SLOTS;
+        add_group(walk, lds, rows, first + i, slot);
+        release(walk, w, at, matrix, next + first + i, slot);
+      }
+    }
+    next += RUN;
+    if (next >= per) {
+      next = 0;
+      matrix++;
+    }
+  }
+  if (o.norm) gather_squares(lds, rows);
+  finish(walk, lds, rows);
+  block_sync();
+}
+
+// 1 / sqrt(mean(x^2) + eps) of a row, or 1.
+DEVICE float row_scale(const Lds& lds, const Weights& w, uint32_t wave, uint32_t row, const Operand& o) {
+  if (!o.norm) return 1.0f;
+  float sum = lds.squares[wave * ROWS + row];
+  if (w.wide) {
+    UNROLL
+    for (uint32_t i = 1; i < WAVES; i++) sum += lds.squares[i * ROWS + row];
+  }
+  return rsqrt_exact(sum / (float)w.k + o.eps);
+}
+
+// f(wave, column, row, sum) for each output; wave: whose columns they are, 0 if wide.
+template <class F> DEVICE void for_outputs(const Weights& w, const Lds& lds, uint32_t rows, const Operand& o, const F& f) {
+  uint32_t column = tile_lane(), wave = w.wide ? 0u : tile_group();
+  ROLLED
+  for (uint32_t row = w.wide ? tile_group() : 0u; row < rows; row += w.wide ? ROWS : 1u) {
+    const float* from = lds.sums + (wave * ROWS + row) * COLS + column;
+    float sum = from[0];
+    if (w.wide) {
+      UNROLL
+      for (uint32_t i = 1; i < WAVES; i++) sum += from[i * ROWS * COLS];
+    }
+    f(wave, column, row, sum * row_scale(lds, w, wave, row, o));
+  }
+}
+
+}  // namespace wave_product
