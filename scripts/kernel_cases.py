@@ -19,6 +19,7 @@ from glm53.hip import Array, Device, Stream
 from glm53.mem.extents import ExtentShape
 from glm53.ops import attention, hotcache, matmul, rows, sampling, step, step_attention, step_experts, step_select, step_state
 from glm53.ops.contract import Cost
+from glm53.ops.halves import Halves
 from glm53.ops.hotcache import FetchList, SlotTables
 from glm53.ops.matrix import Matrix
 from glm53.ops.step import Epilogue, Rope, RowsPart, Segment
@@ -184,17 +185,18 @@ def products(m: Maker, op: str, k: int, every: Sequence[Product], normed: bool =
         ys = [m.empty(DType.F32 if p.epilogue is Epilogue.STORE_F32 else T, count, p.n) for p in every]
         residual = m.draw(count, every[0].n) if every[0].epilogue is Epilogue.RESIDUAL else None
         normed_rows = m.empty(T, count, k) if h else None
+        halves = Halves.make(m.stream.device, count, every[0].n) if residual is not None else None
         part, part_bytes = part_of(m, count) if part_of else (None, 0)
         positions = m.i32(range(count))
         launches = []
         for copy in weights:
             segments = [Segment(w, y, p.epilogue, p.rope) for w, y, p in zip(copy, ys, every, strict=True)]
             arrays: dict[str, Any] = {"norm": norm, "h": normed_rows, "residual": residual}
-            more: dict[str, Any] = {"eps": EPS if normed else 0.0, "positions": positions, "inv_freq": inv_freq, "part": part}
+            more: dict[str, Any] = {"eps": EPS if normed else 0.0, "positions": positions, "inv_freq": inv_freq, "part": part, "halves": halves}
             launches.append(partial(step.gemv, m.stream, x, segments, **arrays, **more))
         cost = step.cost_gemv(x, segments, **arrays) + Cost(part_bytes, 0)
-        kernel = "step_gemv_router_bf16_q8g64" if isinstance(part, step.RouterPart) else "step_gemv_bf16_q8g64"
-        points.append(Point(op, kernel, shape, count, tuple(launches), cost))
+        kind = "gemv_router" if isinstance(part, step.RouterPart) else "gemv" if halves is None else "halves"
+        points.append(Point(op, f"step_{kind}_bf16_q8g64", shape, count, tuple(launches), cost))
     return points
 
 
@@ -318,8 +320,8 @@ def routed_out(m: Maker) -> Iterator[list[Point]]:
     for count in m.row_counts:
         act, shared_act, draws = m.draw(count, s.slots, s.width), m.draw(count, s.width), expert_draws(m, count)
         mix, residual, y = m.draw(count, s.slots, dtype=DType.F32), m.draw(count, s.hidden), m.empty(T, count, s.hidden)
-        down = partial(step_experts.down, m.stream, act)
-        launches = tuple(partial(down, m.i32(ids), mix, weight, shared_act, w, residual, y) for ids, w in zip(draws, shared, strict=True))
+        down, halves = partial(step_experts.down, m.stream, act), Halves.make(m.stream.device, count, s.hidden)
+        launches = tuple(partial(down, m.i32(ids), mix, weight, shared_act, w, residual, y, halves) for ids, w in zip(draws, shared, strict=True))
         costs = [step_experts.cost_down(count, s.slots, len(np.unique(ids)), s.hidden, s.width, s.width, ITEM, Q4, Q8) for ids in draws]
         shape = f"{s.slots} of {s.experts} + 1 x ({s.width} -> {s.hidden})"
         points.append(Point("routed and shared down", "step_down_bf16_q4g64", shape, count, launches, mean_cost(costs)))

@@ -17,6 +17,7 @@ from glm53.kv import RowStore, StepRows, TierStep
 from glm53.model.forward import INDEX_NORM_EPS, Workspace, inverse_frequencies
 from glm53.model.weights import DenseWeights, LayerWeights, MoeWeights, Weights
 from glm53.ops import step, step_attention, step_experts, step_select, step_state
+from glm53.ops.halves import Halves
 from glm53.ops.step import Epilogue, FetchPart, Rope, RouterPart, RowsPart, Segment
 from glm53.ops.step_state import Draws
 from glm53.spec import DType, ModelSpec, RowFormat
@@ -59,6 +60,7 @@ class StepForward:
         self.rows_max = rows_max
         self.inv_freq = Array.from_numpy(device, inverse_frequencies(spec), category="workspace")
         self.counter = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
+        self.halves = Halves.make(device, rows_max, spec.hidden_size) if dtype is DType.BF16 else None
         self.router_arrivals = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
         self.work = Workspace(device, rows_max, self._shapes())
         self.partials = step_attention.Partials.make(device, rows_max, spec.n_heads, spec.index_topk, spec.kv_lora_rank, category="workspace")
@@ -184,7 +186,7 @@ class StepForward:
         step_attention.expand(stream, partials, cut("counts"), layer.wv, cut("o"))
         heads = self.work.cut("o", row_count, (spec.n_heads * spec.v_head_dim,))
         segments = [Segment(layer.o, cut("x"), Epilogue.RESIDUAL)]
-        step.gemv(stream, heads, segments, residual=cut("x"), part=self._fetch_ahead(index, row_count))
+        step.gemv(stream, heads, segments, residual=cut("x"), halves=self.halves, part=self._fetch_ahead(index, row_count))
 
     def _from_qr(self, layer: LayerWeights, segments: list[Segment], part: step.Part | None, row_count: int) -> None:
         """Products of the normed q_a output, rotated."""
@@ -253,7 +255,7 @@ class StepForward:
         """x += (silu(h gate) * (h up)) down, h = norm(x)"""
         x, act = self.work.cut("x", row_count), self.work.cut("act", row_count, (mlp.down.shape[1],))
         step.gemv(self.stream, x, [Segment(mlp.gate_up, act, Epilogue.SILU)], norm=layer.post_norm, eps=self.spec.rms_norm_eps)
-        step.gemv(self.stream, act, [Segment(mlp.down, x, Epilogue.RESIDUAL)], residual=x)
+        step.gemv(self.stream, act, [Segment(mlp.down, x, Epilogue.RESIDUAL)], residual=x, halves=self.halves)
 
     def _experts(self, layer: LayerWeights, mlp: MoeWeights, row_count: int) -> None:
         """x += routed experts of h + shared expert of h, h = norm(x)"""
@@ -275,4 +277,4 @@ class StepForward:
         step.gemv(stream, x, segments, norm=layer.post_norm, eps=spec.rms_norm_eps, h=h, part=router)
         act = cut("expert_act")
         step_experts.experts(stream, h, ids, mlp.gate_up, act)
-        step_experts.down(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, x, x)
+        step_experts.down(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, x, x, self.halves)

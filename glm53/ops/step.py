@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from glm53.hip import Array, Stream
 from glm53.ops.args import fetch_args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
+from glm53.ops.halves import Halves, first_half
 from glm53.ops.history import ExtentLayout
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
@@ -27,6 +28,7 @@ _FORMATS = {DType.F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64)
 LONG_K = 1024  # the constants of the LAUNCH lines in step.hip: from this k on the lower of
 COLUMNS = {DType.F32: (16, 128), DType.BF16: (32, 256)}  # rows of weights a block; f32 also the router's
 TILE_ROWS = 8  # rows of bf16 x a block
+ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
 _VALUES_MAX = 1 << 32  # of a weight: kernels count them in 32 bits
 _PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER, _PART_PLACE = 1, 2, 3, 4, 5
 _ROW_FORMATS = {RowFormat.F32: WeightFormat.F32, RowFormat.BF16: WeightFormat.BF16, RowFormat.Q8G64: WeightFormat.Q8G64}
@@ -144,13 +146,15 @@ def gemv(
     eps: float = 0.0,
     h: Array | None = None,
     residual: Array | None = None,
+    halves: Halves | None = None,
     positions: Array | None = None,
     inv_freq: Array | None = None,
     part: Part | None = None,
 ) -> None:
     """y_s = epilogue(h @ weight_s^T) for each of 1 to 4 segments, h = T(norm * T(x / sqrt(mean(x^2) + eps))), or x where norm is None.
 
-    x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows. residual [rows, n] T, of RESIDUAL segments, may be their y. positions [rows] i32,
+    x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows. residual [rows, n] T, of RESIDUAL segments, may be their y. halves: with
+    bf16 x, which wants them for a RESIDUAL segment, the only one then. positions [rows] i32,
     below 2^21, negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and RowsPart. No output may overlap x or another
     output. All weights have one format, but for the router's (RouterPart). k: any beside f32
     x, with bf16 x a multiple of 8 from 64 on, quantised a multiple of 64.
@@ -177,8 +181,10 @@ def gemv(
         args.inv_freq, args.rope_dim = inv_freq.address, 2 * d["rope pairs"]
     for index, segment in enumerate(segments):
         _bind_segment(d, args, index, segment, x, residual)
+    if x.dtype is DType.BF16:
+        _bind_halves(d, args, segments, halves, norm, part)
     _bind_part(d, args, part, x, segments)
-    kernel = _kernel(d, x.dtype, [segment.weight for segment in segments], isinstance(part, RouterPart))
+    kernel = _kernel(d, x.dtype, [segment.weight for segment in segments], isinstance(part, RouterPart), bool(args.partial))
     launch(stream, kernel, (args.part_blocks + _product_blocks(args, x.dtype, len(segments)), 1, 1), args)
 
 
@@ -202,12 +208,12 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     _bind_matrix(d, args, 0, weight)
     args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
     _bind_part(d, args, part, x, ())
-    kernel = _kernel(d, x.dtype, [weight], router=False)
+    kernel = _kernel(d, x.dtype, [weight], router=False, halves=False)
     launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, x.dtype, 1), 1, 1), args)
 
 
-def _kernel(d: Dims, dtype: DType, weights: Sequence[Matrix], router: bool) -> str:
-    """The kernel for T and the weights' format; the router's segment 0 has its own."""
+def _kernel(d: Dims, dtype: DType, weights: Sequence[Matrix], router: bool, halves: bool) -> str:
+    """The kernel for T and the weights' format; the router, whose segment 0 has another, and halves of k have their own."""
     if router:
         d.require(weights[0].format is WeightFormat.F32, f"weight 0 is {weights[0].format.label}, expected f32: the router's")
     for index, weight in enumerate(weights):
@@ -220,7 +226,8 @@ def _kernel(d: Dims, dtype: DType, weights: Sequence[Matrix], router: bool) -> s
     for index, weight in plain:
         d.require(weight.format in _FORMATS[dtype], f"weight {index} is {weight.format.label}, expected one of {names} beside {dtype.label} x")
         d.require(weight.format is taken, f"weight {index} is {weight.format.label}, expected {taken.label}, the format of weight {plain[0][0]}")
-    return f"step_gemv_{'router_' if router else ''}{dtype.label}_{taken.label}"
+    kind = "halves" if halves else "gemv_router" if router else "gemv"
+    return f"step_{kind}_{dtype.label}_{taken.label}"
 
 
 def _bind_matrix(d: Dims, args: step_gemv_args, index: int, weight: Matrix) -> None:
@@ -268,15 +275,30 @@ def _require_rope(d: Dims, args: step_gemv_args, dim: int, who: str) -> None:
     d.require(args.rope_dim == dim, f"{who} turns {dim} columns, expected {args.rope_dim} (bound by inv_freq dim 0)")
 
 
+def _bind_halves(d: Dims, args: step_gemv_args, segments: Sequence[Segment], halves: Halves | None, norm: Array | None, part: Part | None) -> None:
+    if not any(segment.epilogue is Epilogue.RESIDUAL for segment in segments):
+        return
+    d.require(len(segments) == 1, f"a RESIDUAL segment is one of {len(segments)}, expected it alone beside bf16 x")
+    d.require(norm is None and (part is None or isinstance(part, FetchPart)), "a RESIDUAL segment beside bf16 x has no norm and no part but FETCH")
+    if halves is None:
+        d.fail("segment 0 is RESIDUAL and halves is None, expected Halves beside bf16 x")
+    halves.check(d, d["rows"], d["n0"])
+    args.partial, args.arrivals = halves.partial.address, halves.arrivals.address
+
+
 def _product_blocks(args: step_gemv_args, dtype: DType, segments: int) -> int:
     """Blocks of the products of one batch."""
-    blocks = 0
+    blocks, halves = 0, 2 if args.partial else 1
+    k = first_half(args.k) if args.partial else args.k
     for index in range(segments):
-        scalar = dtype is DType.F32 or (args.part == _PART_ROUTER and index == 0)
-        columns = COLUMNS[DType.F32 if scalar else dtype][int(args.k < LONG_K)]
+        if dtype is DType.BF16 and args.part == _PART_ROUTER and index == 0:
+            blocks += ceil_div(args.n[0], ROUTER_COLUMNS)
+            continue
+        scalar = dtype is DType.F32
+        columns = COLUMNS[DType.F32 if scalar else dtype][int(k < LONG_K)]
         silu = args.epilogue[index] == Epilogue.SILU
         blocks += ceil_div(args.n[index] * (2 if silu else 1), columns) * (args.rows if scalar else ceil_div(args.rows, TILE_ROWS))
-    return blocks
+    return halves * blocks
 
 
 def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:

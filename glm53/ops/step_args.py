@@ -124,6 +124,8 @@ class step_gemv_args(Args):
         ("residual", c_void_p),  # [rows, n] T with the strides of y, epilogue 4; may be y
         ("positions", c_void_p),  # [rows] i32, epilogue 2 and part ROWS
         ("inv_freq", c_void_p),  # [rope_dim / 2] f32, likewise
+        ("partial", c_void_p),  # [blocks of columns, 2, sums of a block] f32, epilogue 4 with bf16 x: two blocks share the columns, each half of k
+        ("arrivals", c_void_p),  # [blocks of columns] u32, likewise; 0 before and after
         ("codes", c_void_p * 4),  # [batch, n, k] in the segment's format; null: no such segment
         ("scales", c_void_p * 4),  # [batch, n, k / 64] f16, quantised formats
         ("y", c_void_p * 4),  # [batch, rows, n]
@@ -184,6 +186,8 @@ class step_down_args(Args):
         ("shared_scales", c_void_p),
         ("residual", c_void_p),  # [rows, n] T; may be y
         ("y", c_void_p),  # [rows, n] T
+        ("partial", c_void_p),  # [rows, blocks of columns, 2, sums of a block] f32, T bf16: two blocks share the columns, each half of k
+        ("arrivals", c_void_p),  # [rows, blocks of columns] u32, likewise; 0 before and after
         ("rows", c_uint32),
         ("slots", c_uint32),
         ("experts", c_uint32),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from glm53.hip import Array, Stream
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
+from glm53.ops.halves import Halves
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.spec import DType, WeightFormat
@@ -98,6 +99,7 @@ def down(
     shared: Matrix,
     residual: Array,
     y: Array,
+    halves: Halves | None = None,
 ) -> None:
     """y[r] = T(residual[r] + T(T(sum over s of weights[r, s] * T(act[r, s] @ down^T)) + T(shared_act[r] @ shared^T))), slots ascending.
 
@@ -121,6 +123,10 @@ def down(
     for label, matrix, array in (("act", weight, act), ("shared_act", shared, shared_act)):
         if matrix.format.quantised:
             _require_aligned(d, label, array)
+    if act.dtype is DType.BF16:
+        if halves is None:
+            d.fail("halves is None, expected Halves beside bf16 act")
+        halves.check(d, d["rows"], d["n"])
     name = f"step_down_{act.dtype.label}_{weight.format.label}"
     limits = stream.device.kernel(name).constants
     d.require(d["slots"] <= limits["slots_max"], f"slots is {d['slots']}, expected at most {limits['slots_max']}")
@@ -135,6 +141,8 @@ def down(
         shared_scales=_scales(shared),
         residual=residual.address,
         y=y.address,
+        partial=halves.partial.address if halves else None,
+        arrivals=halves.arrivals.address if halves else None,
         rows=d["rows"],
         slots=d["slots"],
         experts=d["experts"],
@@ -144,7 +152,7 @@ def down(
         format=weight.format,
         shared_format=shared.format,
     )
-    launch(stream, name, (d["rows"], ceil_div(d["n"], limits["cols"]), 1), args)
+    launch(stream, name, (d["rows"], ceil_div(d["n"], limits["cols"]) * (2 if act.dtype is DType.BF16 else 1), 1), args)
 
 
 def _matrix_bytes(n: int, k: int, weight_format: WeightFormat) -> int:

@@ -3,9 +3,9 @@
 //   epilogue  STORE    y = T(sum)                     STORE_F32  y = sum
 //             ROPE     the pair (2i, 2i + 1) of T(sum) turned as rope does
 //             SILU     y[j] = T(T(silu(T(sum of row j))) * T(sum of row n + j))
-//             RESIDUAL y = T(residual + T(sum))
+//             RESIDUAL y = T(residual + T(sum)), T = f32; bf16: step_halves.hip
 // One kernel for each T and format W of the weights. bf16: the wave product (wave_product.h): a block has 32 rows of weights where k >= 1024, else 256;
-// for SILU half of each 32 are gate, half up. f32, which serves comparisons, and the router's f32 weights: gemv.h, a block has one row of x and COLS
+// for SILU half of each 32 are gate, half up. f32, which serves comparisons: gemv.h, a block has one row of x and COLS
 // or COLS_SHORT rows of weights, pairs of which belong to a group of lanes. Parts ROWS, GIVE, FETCH and PLACE run in the first part_blocks blocks;
 // launches with part ROUTER have kernels of their own, whose segment 0 has f32 weights: the last of its blocks to be done picks. A row of a negative
 // position is computed like others, but part ROWS stores nothing of it.
@@ -20,6 +20,8 @@ constexpr uint32_t PAIR = 2;  // rows of weights of a group of lanes
 constexpr uint32_t COLS = gemv::THREADS / 32 * PAIR, COLS_SHORT = gemv::THREADS / 4 * PAIR;
 constexpr uint32_t TILE_COLS = wave_product::COLS, TILE_COLS_SHORT = wave_product::WAVES * TILE_COLS;
 static_assert(COLS == 16 && COLS_SHORT == 128 && TILE_COLS == 32 && TILE_COLS_SHORT == 256, "the LAUNCH lines below and glm53/ops/step.py");
+
+constexpr uint32_t ROUTER_COLS = 2;  // of a block, T = bf16
 
 constexpr uint32_t STORE = 0, STORE_F32 = 1, ROPE = 2, SILU = 3, RESIDUAL = 4;
 constexpr uint32_t PART_ROWS = 1, PART_GIVE = 2, PART_FETCH = 3, PART_ROUTER = 4, PART_PLACE = 5;
@@ -59,6 +61,7 @@ DEVICE uint32_t turns_of(uint32_t rows) { return (rows + wave_product::ROWS - 1)
 
 // Blocks of the products of one batch that segment i takes; those of one set of columns follow one another.
 template <class T, bool ROUTER> DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i) {
+  if (ROUTER && sizeof(T) == 2 && i == 0) return (a.n[0] + ROUTER_COLS - 1) / ROUTER_COLS;
   uint32_t items = a.n[i], shift, wide = a.k >= gemv::LONG_K, silu = a.epilogue[i] == SILU;  // of 2^shift items a block
   if (scalar<T, ROUTER>(i)) {
     items = pairs_of(items, a.epilogue[i]);
@@ -201,7 +204,6 @@ DEVICE void store_sum(const step_gemv_args& a, const Segment& s, uint32_t block,
       return;
     }
   }
-  if (s.epilogue == RESIDUAL && inside) value += load_f32((const bf16*)a.residual + at);
   if (inside) store_f32(y, value);
 }
 
@@ -217,7 +219,7 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   Segment s = segment_at(a, place);
   uint32_t block = wide ? set : set * WAVES + tile_group();
   uint32_t span = s.epilogue == SILU ? TILE_COLS / 2 : TILE_COLS, matrix = s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
-  Weights w = {k, 1, wide};
+  Weights w = {k, k, 0, 1, wide};
   auto at = [&](uint32_t) { return Matrix{s.codes, s.scales}; };
   Walk<W> walk;
   begin(walk, w, at, [&](uint32_t i) {
@@ -238,6 +240,101 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   for_outputs(w, part, rows, o, [&](uint32_t wave, uint32_t lane, uint32_t r, float sum) {
     store_sum(a, to, wide ? set : set * WAVES + wave, lane, first_row + r, sum);
   });
+}
+
+// The router's logits of bf16 x: all work-items of a block share ROUTER_COLS rows of f32 weights, chunk c of 4 values belongs to work-item c % 256, which
+// adds x * norm * w, and the squares of x, in ascending order. Then a butterfly over 32 lanes, and the waves in order; the norm's scale comes last. Row r
+// of h is written by block r % blocks.
+struct RouterSums {
+  float of[ROUTER_COLS + 1];  // the last: of squares
+};
+// Four values.
+DEVICE void load_pair(const bf16* from, uint32_t* word) {
+  uint64_t both = *(const uint64_t*)from;
+  word[0] = (uint32_t)both;
+  word[1] = (uint32_t)(both >> 32);
+}
+DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t first_row, uint32_t span, RouterSums* sums) {
+  constexpr uint32_t EACH = 6;
+  uint32_t t = thread_id(), chunks = a.k / 4, rows = a.rows - first_row, w[ROUTER_COLS][EACH][4], g[EACH][2];
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) {
+    uint32_t chunk = span + t + 256 * i;
+    UNROLL
+    for (uint32_t c = 0; c < ROUTER_COLS; c++) {
+      uint32_t column = s.block * ROUTER_COLS + c;
+      UNROLL
+      for (uint32_t j = 0; j < 4; j++) w[c][i][j] = 0;
+      if (chunk < chunks) load16(in_global((const float*)s.codes) + (uint64_t)(column < s.n ? column : s.n - 1u) * a.k + 4 * chunk, w[c][i]);
+    }
+  }
+  if (first_row + span == 0) previous_done();
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) {
+    uint32_t chunk = span + t + 256 * i;
+    g[i][0] = g[i][1] = 0x3f803f80u;  // 1
+    if (a.norm && chunk < chunks) load_pair(in_global((const bf16*)a.norm) + 4 * chunk, g[i]);
+  }
+  UNROLL
+  for (uint32_t r = 0; r < wave_product::ROWS; r++) {
+    if (r >= rows) continue;
+    const bf16* x = in_global((const bf16*)a.x) + (uint64_t)(first_row + r) * a.x_stride;
+    uint32_t v[EACH][2];
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      uint32_t chunk = span + t + 256 * i;
+      v[i][0] = v[i][1] = 0;
+      if (chunk < chunks) load_pair(x + 4 * chunk, v[i]);
+    }
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      UNROLL
+      for (uint32_t j = 0; j < 4; j++) {
+        float value = bf16_weights::value(v[i], j), scaled = value * bf16_weights::value(g[i], j);
+        sums[r].of[ROUTER_COLS] = fma_f32(value, value, sums[r].of[ROUTER_COLS]);
+        UNROLL
+        for (uint32_t c = 0; c < ROUTER_COLS; c++) sums[r].of[c] = fma_f32(scaled, float_of(w[c][i][j]), sums[r].of[c]);
+      }
+    }
+  }
+}
+DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, const Lds& lds) {
+  constexpr uint32_t ROWS = wave_product::ROWS, SPAN = 6 * 256, EACH = ROUTER_COLS + 1;
+  uint32_t t = thread_id(), blocks = (s.n + ROUTER_COLS - 1) / ROUTER_COLS;
+  ROLLED
+  for (uint32_t first = 0; first < a.rows; first += ROWS) {
+    uint32_t rows = a.rows - first < ROWS ? a.rows - first : ROWS;
+    RouterSums sums[ROWS] = {};
+    ROLLED
+    for (uint32_t span = 0; span < a.k / 4; span += SPAN) add_router_span(a, s, first, span, sums);
+    UNROLL
+    for (uint32_t r = 0; r < ROWS; r++) {
+      if (r >= rows) continue;
+      lanes_sum<32>(sums[r].of);
+      UNROLL
+      for (uint32_t i = 0; i < EACH; i++) {
+        if (tile_lane() == 0) lds.sums[(tile_group() * ROWS + r) * EACH + i] = sums[r].of[i];
+      }
+    }
+    block_sync();
+    if (t < rows * EACH) {
+      float sum = 0.0f;
+      UNROLL
+      for (uint32_t w = 0; w < wave_product::WAVES; w++) sum += lds.sums[w * ROWS * EACH + t];
+      lds.partial[t] = sum;
+    }
+    block_sync();
+    uint32_t r = t / EACH, c = t % EACH, column = s.block * ROUTER_COLS + c;
+    auto scale = [&](uint32_t row) { return a.norm ? rsqrt_exact(lds.partial[row * EACH + ROUTER_COLS] / (float)a.k + a.eps) : 1.0f; };
+    if (r < rows && c < ROUTER_COLS && column < s.n) ((float*)s.y)[(uint64_t)(first + r) * s.y_stride + column] = lds.partial[t] * scale(r);
+    for (uint32_t row = 0; row < rows && a.h; row++) {
+      if ((first + row) % blocks != s.block) continue;
+      const bf16 *x = (const bf16*)a.x + (uint64_t)(first + row) * a.x_stride, *norm = (const bf16*)a.norm;
+      bf16* h = (bf16*)a.h + (uint64_t)(first + row) * a.k;
+      for (uint32_t i = t; i < a.k; i += 256) store_f32(h + i, load_f32(norm + i) * rounded<bf16>::of(load_f32(x + i) * scale(row)));
+    }
+    block_sync();
+  }
 }
 
 template <class T, class W> DEVICE void multiply_scalar(const step_gemv_args& a, const Segment& s, const Lds& lds) {
@@ -336,7 +433,8 @@ template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a
   Segment s = segment_at(a, place_of<T, ROUTER>(a, product_block<ROUTER>(a, block_x())));
   if constexpr (ROUTER) {
     if (s.index == 0) {
-      multiply_scalar<T, f32_weights>(a, s, lds);
+      if constexpr (sizeof(T) == 2) multiply_router(a, s, lds);
+      else multiply_scalar<T, f32_weights>(a, s, lds);
       route_last<T>(a, s, lds);
       return;
     }
@@ -358,14 +456,14 @@ EARLY_KERNEL(step_gemv_f32_q8g64, step_gemv_args, 256, 2) { step::run<float, q8g
 // LAUNCH step_gemv_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
 EARLY_KERNEL(step_gemv_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, false>(a); }
 // LAUNCH step_gemv_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
-EARLY_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256, 3) { step::run<bf16, q8g64_weights, false>(a); }
+EARLY_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, false>(a); }
 // LAUNCH step_gemv_router_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_f32_f32, step_gemv_args, 256, 2) { step::run<float, f32_weights, true>(a); }
 // LAUNCH step_gemv_router_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_f32_bf16, step_gemv_args, 256, 2) { step::run<float, bf16_weights, true>(a); }
 // LAUNCH step_gemv_router_f32_q8g64 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_f32_q8g64, step_gemv_args, 256, 2) { step::run<float, q8g64_weights, true>(a); }
-// LAUNCH step_gemv_router_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
+// LAUNCH step_gemv_router_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, true>(a); }
-// LAUNCH step_gemv_router_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
+// LAUNCH step_gemv_router_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, true>(a); }

@@ -2,7 +2,7 @@
 //   step_experts  act[pair] = T(T(silu(gate)) * up), gate and up = T(x[row] @ w[expert]^T)
 //   step_down     y = T(residual + sum over slots of (weight * act) @ down[expert]^T + shared_act @ shared_down^T)
 // T = bf16: the wave product (wave_product.h); step_down takes weight * act as x, slot after slot as one long k, all of it wide; routed and shared sums
-// are f32 and added.
+// are f32 and added, of each half of their k (Halves).
 // T = f32, for parity: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024, else 4; a lane adds its
 // elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
 // the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
@@ -127,7 +127,7 @@ DEVICE uint32_t find_members(const step_experts_args& a, uint32_t pair, uint32_t
 
 // k < LONG_K: the blocks of eight times the columns are worked on by the first of them, each wave its own.
 template <class W> DEVICE void experts_tiles(const step_experts_args& a, uint32_t expert, const uint32_t* members, uint32_t count, const Lds& lds) {
-  Weights w = {a.k, 1, a.k >= LONG_K};
+  Weights w = {a.k, a.k, 0, 1, a.k >= LONG_K};
   if (!w.wide && block_y() % WAVES) return;
   uint32_t first = (w.wide ? block_y() : block_y() + tile_group()) * EXPERT_COLS, last = a.n - 1;
   uint64_t matrix = (uint64_t)expert * 2 * a.n;
@@ -188,16 +188,16 @@ DEVICE float weight_of(const step_down_args& a, uint32_t row, uint32_t slot) { r
 
 // The first loads of the routed experts leave before the shared one is added, where registers allow.
 #if defined(TILE_MMA)
-constexpr bool BESIDE = true;
+constexpr bool BESIDE = false;
 #else
 constexpr bool BESIDE = false;
 #endif
 
 // Weights of the shared expert, S, are asked for before the launches before are done.
-template <class W, class S> DEVICE void down_tiles(const step_down_args& a, const Lds& lds) {
-  uint32_t row = block_x(), first = block_y() * DOWN_COLS, last = a.n - 1;
+template <class W, class S> DEVICE void down_tiles(const step_down_args& a, const Lds& lds, uint32_t* word) {
+  uint32_t row = block_x(), half = block_y() % 2, block = block_y() / 2, first = block * DOWN_COLS, last = a.n - 1;
   auto column = [&](uint32_t i) { return least(first + i, last); };
-  Weights common = {a.shared_k, 1, true}, routed = {a.k, a.slots, true};
+  Weights common = half_of(a.shared_k, 1, half, true), routed = half_of(a.k, a.slots, half, true);
   auto shared_at = [&](uint32_t) { return Matrix{(const uint8_t*)a.shared_codes, (const uint16_t*)a.shared_scales}; };
   Walk<S> shared;
   begin(shared, common, shared_at, column);
@@ -210,20 +210,23 @@ template <class W, class S> DEVICE void down_tiles(const step_down_args& a, cons
   };
   Walk<W> walk;
   if constexpr (BESIDE) begin(walk, routed, at, column);
-  product(shared, common, shared_at, lds, 1, [&](uint32_t, uint32_t) { return (const bf16*)a.shared_act + (uint64_t)row * a.shared_k; }, {});
-  float sum = 0.0f;
-  for_outputs(common, lds, 1, {}, [&](uint32_t, uint32_t, uint32_t, float of_shared) { sum = of_shared; });
+  const bf16* shared_act = (const bf16*)a.shared_act + (uint64_t)row * a.shared_k + common.first;
+  product(shared, common, shared_at, lds, 1, [&](uint32_t, uint32_t) { return shared_act; }, {});
+  float of_shared = tile_group() == 0 ? sum_of(common, lds, 0, 0, {}) : 0.0f;
   block_sync();
   if constexpr (!BESIDE) begin(walk, routed, at, column);
-  auto x = [&](uint32_t slot, uint32_t) { return outside(slot) ? nullptr : (const bf16*)a.act + ((uint64_t)row * a.slots + slot) * a.k; };
+  const bf16* act = (const bf16*)a.act + (uint64_t)row * a.slots * a.k + routed.first;
+  auto x = [&](uint32_t slot, uint32_t) { return outside(slot) ? nullptr : act + (uint64_t)slot * a.k; };
   product(walk, routed, at, lds, 1, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
-  for_outputs(routed, lds, 1, {}, [&](uint32_t, uint32_t lane, uint32_t, float of_routed) {
+  Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
+  auto sum = [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; };
+  for_both(halves, row * ((a.n + DOWN_COLS - 1) / DOWN_COLS) + block, half, true, 1, word, sum, [&](uint32_t, uint32_t lane, uint32_t, float both) {
     uint64_t to = (uint64_t)row * a.n + first + lane;
-    if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + (of_routed + sum));
+    if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + both);
   });
 }
 
-// Grid: rows, ceil(n / 32).
+// Grid: rows, ceil(n / 32), with T = bf16 twice that: the halves of k side by side.
 template <class T, class W> struct Down;
 template <class W> struct Down<float, W> {
   template <class S> DEVICE void shared(const step_down_args& a, uint32_t first, uint32_t last, float* to) {
@@ -260,10 +263,11 @@ template <class W> struct Down<bf16, W> {
     SHARED(float, x_scale, SIDE);
     SHARED(int32_t, x_sum, (W::FORMAT == WEIGHT_Q4G64 ? SIDE : 1));
     SHARED(float, sums, SUMS);
+    SHARED(uint32_t, word, 1);
     next_may_begin();
     Lds lds = {x, x_scale, x_sum, sums, nullptr};
-    if (a.shared_format == WEIGHT_Q8G64) down_tiles<W, q8g64_weights>(a, lds);
-    else down_tiles<W, bf16_weights>(a, lds);
+    if (a.shared_format == WEIGHT_Q8G64) down_tiles<W, q8g64_weights>(a, lds, word);
+    else down_tiles<W, bf16_weights>(a, lds, word);
   }
 };
 
@@ -271,7 +275,7 @@ template <class W> struct Down<bf16, W> {
 
 #define STEP_EXPERTS(suffix, T, W, BLOCKS)                                                                \
   EARLY_KERNEL(step_experts_##suffix, step_experts_args, 256, BLOCKS) { step_moe::Experts<T, W>::run(a); } \
-  EARLY_KERNEL(step_down_##suffix, step_down_args, 256, 2) { step_moe::Down<T, W>::run(a); }
+  EARLY_KERNEL(step_down_##suffix, step_down_args, 256, 3) { step_moe::Down<T, W>::run(a); }
 
 // LAUNCH step_experts_f32_f32 block=256 cols=16
 // LAUNCH step_down_f32_f32 block=256 cols=32 slots_max=16
@@ -290,4 +294,4 @@ STEP_EXPERTS(bf16_bf16, bf16, bf16_weights, 2)
 STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights, 3)
 // LAUNCH step_experts_bf16_q4g64 block=256 cols=16
 // LAUNCH step_down_bf16_q4g64 block=256 cols=32 slots_max=16
-STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights, 3)
+STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights, 2)

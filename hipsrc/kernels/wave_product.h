@@ -12,7 +12,7 @@
 // so that nothing waits for the sum of a row: it is gathered on the way. A lane adds the squares of its 8 values of a run to its own sum, a butterfly
 // adds the lanes, then the waves are added in order.
 // Use, in a block of THREADS work-items, all of which call everything:
-//   Weights w = {k, matrices, wide};  Walk<W> walk;  begin(walk, w, at, row)      the first loads are on their way (wave_walk.h); weights alone
+//   Weights w = {k, pitch, first, matrices, wide};  Walk<W> walk;  begin(walk, w, at, row)      the first loads are on their way (wave_walk.h); weights alone
 //                                                    have been touched
 //   product(walk, w, at, lds, rows, x, operand)      x(matrix, r): row r < rows of x, k values; the sums are in LDS
 //   for_outputs(w, lds, rows, operand, f)            f(wave, column, row, sum): the 32 lanes of a group have one row together; wide: the block's
@@ -90,10 +90,10 @@ template <class W> DEVICE void put_x(const Lds& lds, uint32_t row, const float* 
   }
 }
 
-// The run of the wave's groups from `next` on, of all rows, into the wave's LDS.
-template <class W, class X>
-DEVICE void stage(const Weights& w, const Lds& lds, uint32_t rows, const X& x, const Operand& o, uint32_t matrix, uint32_t next) {
-  uint32_t at = group_at(w, next) * GROUP + 8 * tile_lane(), weight[4], word[4];
+// The run at the cursor, of all rows, into the wave's LDS.
+template <class W, class X> DEVICE void stage(const Weights& w, const Lds& lds, uint32_t rows, const X& x, const Operand& o, const Cursor& c) {
+  bool inside = c.matrix < w.matrices;
+  uint32_t at = inside ? c.run * RUN_VALUES + 8 * tile_lane() : w.k, matrix = inside ? c.matrix : 0u, weight[4], word[4];
   load_unit(x(matrix, 0), at, w.k, word);
   if (o.norm) load_unit(o.norm, at, w.k, weight);
   ROLLED
@@ -141,14 +141,14 @@ template <class W> constexpr uint32_t UNROLLED = Walk<W>::SLOTS;
 // The sums of all columns into LDS.
 template <class W, class At, class X>
 DEVICE void product(Walk<W>& walk, const Weights& w, const At& at, const Lds& lds, uint32_t rows, const X& x, const Operand& o) {
-  uint32_t per = groups_of(w);
   if (o.norm) {
     for (uint32_t row = 0; row < rows; row++) lds.sums[(tile_group() * ROWS + row) * COLS + tile_lane()] = 0.0f;
   }
+  Cursor c = first_run(w);
   ROLLED
-  for (uint32_t matrix = 0, next = 0; matrix < w.matrices;) {
+  for (uint32_t left = turns_in(w); left; left--) {
     wave_sync();
-    stage<W>(w, lds, rows, x, o, matrix, next);
+    stage<W>(w, lds, rows, x, o, c);
     wave_sync();
     ROLLED
     for (uint32_t first = 0; first < RUN; first += UNROLLED<W>) {
@@ -156,14 +156,10 @@ DEVICE void product(Walk<W>& walk, const Weights& w, const At& at, const Lds& ld
       for (uint32_t i = 0; i < UNROLLED<W>; i++) {
         uint32_t slot = i % Walk<W>::SLOTS;
         add_group(walk, lds, rows, first + i, slot);
-        release(walk, w, at, matrix, next + first + i, slot);
+        release(walk, w, at, first + i, slot, left == 1u);
       }
     }
-    next += RUN;
-    if (next >= per) {
-      next = 0;
-      matrix++;
-    }
+    next_run(c, w);
   }
   if (o.norm) gather_squares(lds, rows);
   finish(walk, lds, rows);
@@ -181,19 +177,54 @@ DEVICE float row_scale(const Lds& lds, const Weights& w, uint32_t wave, uint32_t
   return rsqrt_exact(sum / (float)w.k + o.eps);
 }
 
-// f(wave, column, row, sum) for each output; wave: whose columns they are, 0 if wide.
-template <class F> DEVICE void for_outputs(const Weights& w, const Lds& lds, uint32_t rows, const Operand& o, const F& f) {
-  uint32_t column = tile_lane(), wave = w.wide ? 0u : tile_group();
-  ROLLED
-  for (uint32_t row = w.wide ? tile_group() : 0u; row < rows; row += w.wide ? ROWS : 1u) {
-    const float* from = lds.sums + (wave * ROWS + row) * COLS + column;
-    float sum = from[0];
-    if (w.wide) {
-      UNROLL
-      for (uint32_t i = 1; i < WAVES; i++) sum += from[i * ROWS * COLS];
-    }
-    f(wave, column, row, sum * row_scale(lds, w, wave, row, o));
+// The sum of an output, of this work-item's column; wave: whose columns they are, 0 if wide.
+DEVICE float sum_of(const Weights& w, const Lds& lds, uint32_t wave, uint32_t row, const Operand& o) {
+  const float* from = lds.sums + (wave * ROWS + row) * COLS + tile_lane();
+  float sum = from[0];
+  if (w.wide) {
+    UNROLL
+    for (uint32_t i = 1; i < WAVES; i++) sum += from[i * ROWS * COLS];
   }
+  return sum * row_scale(lds, w, wave, row, o);
+}
+
+// f(wave, column, row, sum) for each output.
+template <class F> DEVICE void for_outputs(const Weights& w, const Lds& lds, uint32_t rows, const Operand& o, const F& f) {
+  uint32_t wave = w.wide ? 0u : tile_group();
+  ROLLED
+  for (uint32_t row = w.wide ? tile_group() : 0u; row < rows; row += w.wide ? ROWS : 1u) f(wave, tile_lane(), row, sum_of(w, lds, wave, row, o));
+}
+
+// Two blocks share a set of columns: half 0 has the first values of k, half 1 the others. An output is the sum of both, so that two devices which have half
+// of the weights each get the same.
+struct Halves {
+  float* partial;      // [sets][2][HALF_SUMS]
+  uint32_t* arrivals;  // [sets], 0 before and after
+};
+constexpr uint32_t HALF_SUMS = ROWS * COLS;  // of a block, if wide; else as many a wave
+DEVICE uint32_t first_half(uint32_t k) { return (k + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
+DEVICE Weights half_of(uint32_t k, uint32_t matrices, uint32_t half, bool wide) {
+  uint32_t first = first_half(k) < k ? first_half(k) : k;
+  return {half ? k - first : first, k, half ? first : 0u, matrices, wide};
+}
+DEVICE uint32_t half_sums(bool wide) { return wide ? HALF_SUMS : WAVES * HALF_SUMS; }
+
+// for_outputs of the sums of both halves, in the block that comes second. `word`: LDS of the caller's. sum(wave, column, row): of this half.
+template <class Sum, class F>
+DEVICE void for_both(const Halves& h, uint32_t set, uint32_t half, bool wide, uint32_t rows, uint32_t* word, const Sum& sum, const F& f) {
+  uint32_t wave = wide ? 0u : tile_group(), each = half_sums(wide);
+  float* mine = h.partial + (uint64_t)(2 * set + half) * each + wave * HALF_SUMS + tile_lane();
+  for (uint32_t row = wide ? tile_group() : 0u; row < rows; row += wide ? ROWS : 1u) mine[row * COLS] = sum(wave, row);
+  fence_device();
+  block_sync();
+  if (thread_id() == 0) *word = global_add(h.arrivals + set, 1u);
+  block_sync();
+  if (*word == 0) return;
+  fence_device();
+  if (thread_id() == 0) h.arrivals[set] = 0;
+  const float* low = h.partial + (uint64_t)(2 * set) * each + wave * HALF_SUMS + tile_lane();
+  ROLLED
+  for (uint32_t row = wide ? tile_group() : 0u; row < rows; row += wide ? ROWS : 1u) f(wave, tile_lane(), row, low[row * COLS] + low[each + row * COLS]);
 }
 
 }  // namespace wave_product

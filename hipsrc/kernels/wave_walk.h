@@ -43,19 +43,40 @@ struct Lds {
   float* squares;  // [WAVES * ROWS]: norms alone
 };
 
-// One or several matrices of the same shape, k after k: `matrices`, of which a wave's groups fill whole runs each.
+// What is multiplied: values [first, first + k) of rows of `pitch` values, first a multiple of 64, of one or several matrices of the same shape, whose runs
+// follow one another. wide: the waves of a block share its columns, wave w of 8 has the runs i with i % 8 == w; else each has all of them.
 struct Weights {
-  uint32_t k, matrices;
+  uint32_t k, pitch, first, matrices;
   bool wide;
 };
-DEVICE uint32_t groups_in(uint32_t k) { return (k + GROUP - 1) / GROUP; }
-// A wave's groups of a matrix, in whole runs: x is 0 in those past k.
-DEVICE uint32_t groups_of(const Weights& w) {
-  uint32_t share = w.wide ? WAVES * RUN : RUN;
-  return (groups_in(w.k) + share - 1) / share * RUN;
+DEVICE uint32_t groups_in(const Weights& w) { return (w.k + GROUP - 1) / GROUP; }
+DEVICE uint32_t runs_in(const Weights& w) { return (groups_in(w) + RUN - 1) / RUN; }
+// How many runs a wave takes, those past the end counted.
+DEVICE uint32_t turns_in(const Weights& w) {
+  uint32_t runs = runs_in(w) * w.matrices;
+  return w.wide ? (runs + WAVES - 1) / WAVES : runs;
 }
-// The wave's group number i of a matrix: wave w has the runs w, w + 8, .. of k, or all of them.
-DEVICE uint32_t group_at(const Weights& w, uint32_t i) { return w.wide ? (i / RUN * WAVES + tile_group()) * RUN + i % RUN : i; }
+
+// One of a wave's runs: matrix w.matrices where it is past the end.
+struct Cursor {
+  uint32_t matrix, run;
+};
+DEVICE void settle(Cursor& c, const Weights& w) {
+  uint32_t per = runs_in(w);
+  while (c.run >= per && c.matrix < w.matrices) {
+    c.run -= per;
+    c.matrix++;
+  }
+}
+DEVICE Cursor first_run(const Weights& w) {
+  Cursor c = {0, w.wide ? tile_group() : 0u};
+  settle(c, w);
+  return c;
+}
+DEVICE void next_run(Cursor& c, const Weights& w) {
+  c.run += w.wide ? WAVES : 1u;
+  settle(c, w);
+}
 
 // Where a matrix lies: rows are multiples of 16 bytes, as are codes.
 struct Matrix {
@@ -67,6 +88,7 @@ struct Matrix {
 template <class W> struct Walk {
   static constexpr uint32_t SLOTS = LOAD_ROWS * share_words<W> <= 16 ? 2 : 1;
   uint32_t at[LOAD_ROWS];  // where the share of each row starts, in pieces
+  Cursor cursor;           // of the next loads
   uint32_t word[SLOTS][LOAD_ROWS][share_words<W>];
   uint16_t scale[SLOTS][LOAD_ROWS];
   float sum[sums_of<W>];
@@ -82,51 +104,58 @@ template <uint32_t WORDS> DEVICE void load_piece(const uint8_t* from, uint32_t* 
   }
 }
 
-// All loads of the wave's group `next` of a matrix, or of the one after it, into slot `slot`; past k the last values are read again.
-template <class W, class At> DEVICE void load_group(Walk<W>& walk, const Weights& w, const At& at, uint32_t matrix, uint32_t next, uint32_t slot) {
+// All loads of group `group` of the cursor's run into slot `slot`. Past k the last values are read again, past the end zeros are taken: x is 0 there.
+template <class W, class At> DEVICE void load_group(Walk<W>& walk, const Weights& w, const At& at, uint32_t group, uint32_t slot) {
   constexpr uint32_t PIECE = piece_values<W>, UNIT = 4 * piece_words<W>;
-  uint32_t per = groups_of(w);
-  if (next >= per) {
-    if (matrix + 1u >= w.matrices) return;
-    matrix++;
-    next -= per;
+  if (walk.cursor.matrix >= w.matrices) {
+    UNROLL
+    for (uint32_t i = 0; i < LOAD_ROWS; i++) {
+      walk.scale[slot][i] = 0;
+      UNROLL
+      for (uint32_t j = 0; j < share_words<W> && !W::SCALED; j++) walk.word[slot][i][j] = 0;
+    }
+    return;
   }
-  Matrix m = at(matrix);
-  uint32_t group = group_at(w, next), last = groups_in(w.k) - 1u, end = w.k / PIECE - 1u - part();
-  group = group < last ? group : last;
+  Matrix m = at(walk.cursor.matrix);
+  uint32_t of_matrix = walk.cursor.run * RUN + group, last = groups_in(w) - 1u, end = w.k / PIECE - 1u - part();
+  of_matrix = of_matrix < last ? of_matrix : last;
   UNROLL
   for (uint32_t i = 0; i < LOAD_ROWS; i++) {
     UNROLL
     for (uint32_t j = 0; j < SHARE / PIECE; j++) {
-      uint32_t piece = group * (GROUP / PIECE) + j * PARTS;
+      uint32_t piece = of_matrix * (GROUP / PIECE) + j * PARTS;
       const uint8_t* from = in_global(m.codes) + (uint64_t)(walk.at[i] + (W::SCALED || piece < end ? piece : end)) * UNIT;
       load_piece<piece_words<W>>(from, walk.word[slot][i] + j * piece_words<W>);
     }
-    if (W::SCALED) walk.scale[slot][i] = in_global(m.scales)[walk.at[i] / (GROUP / PIECE) + group];
+    if (W::SCALED) walk.scale[slot][i] = in_global(m.scales)[walk.at[i] / (GROUP / PIECE) + of_matrix];
   }
 }
 
 // at(i): matrix i < w.matrices. row(i): index of the row of weights of column i < 32. The first loads are on their way.
 template <class W, class At, class Row> DEVICE void begin(Walk<W>& walk, const Weights& w, const At& at, const Row& row) {
+  constexpr uint32_t PIECE = piece_values<W>;
   UNROLL
-  for (uint32_t i = 0; i < LOAD_ROWS; i++) walk.at[i] = row(load_row(i)) * (w.k / piece_values<W>) + part();
+  for (uint32_t i = 0; i < LOAD_ROWS; i++) walk.at[i] = row(load_row(i)) * (w.pitch / PIECE) + w.first / PIECE + part();
   UNROLL
   for (uint32_t i = 0; i < sums_of<W>; i++) walk.sum[i] = 0.0f;
+  walk.cursor = first_run(w);
   UNROLL
-  for (uint32_t slot = 0; slot < Walk<W>::SLOTS; slot++) load_group(walk, w, at, 0, slot, slot);
+  for (uint32_t slot = 0; slot < Walk<W>::SLOTS; slot++) load_group(walk, w, at, slot, slot);
 }
-// The group in slot `slot`, the wave's number `next`, has been added: a later one takes its place.
-template <class W, class At> DEVICE void release(Walk<W>& walk, const Weights& w, const At& at, uint32_t matrix, uint32_t next, uint32_t slot) {
+// Group `group` of a run, in slot `slot`, has been added: a later one takes its place, unless this is the last run and it would be past it.
+template <class W, class At> DEVICE void release(Walk<W>& walk, const Weights& w, const At& at, uint32_t group, uint32_t slot, bool last) {
+  uint32_t later = group + Walk<W>::SLOTS;
   asm volatile("" ::: "memory");  // else loads are brought forward and registers run out
-  load_group(walk, w, at, matrix, next + Walk<W>::SLOTS, slot);
+  if (later == RUN) next_run(walk.cursor, w);
+  if (later < RUN || !last) load_group(walk, w, at, later % RUN, slot);
   asm volatile("" ::: "memory");
 }
 template <class W> DEVICE void share_of(const Walk<W>& walk, uint32_t slot, uint32_t i, uint32_t* word) {
   UNROLL
-  for (uint32_t j = 0; j < share_words<W>; j++) word[j] = walk.word[slot ][i][j];
+  for (uint32_t j = 0; j < share_words<W>; j++) word[j] = walk.word[slot][i][j];
 }
 template <class W> DEVICE float scale_of(const Walk<W>& walk, uint32_t slot, uint32_t i) {
-  return f16_value(walk.scale[slot ][i]);
+  return f16_value(walk.scale[slot][i]);
 }
 
 // Word i of a share as four signed bytes, in the order in which put_x leaves x.

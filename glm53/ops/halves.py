@@ -1,0 +1,55 @@
+"""What two blocks need to add their halves of one product: step.hip and step_experts.hip, bf16 activations.
+
+Products whose k a pair of devices shares (o, down) are computed as two halves of k, which are added in f32, on one device as on two
+(docs/decisions/0004-step-graph.md, Bits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from glm53.hip import Array, Device
+from glm53.ops.contract import Dims, ceil_div
+from glm53.spec import DType
+
+_COLUMNS, _SUMS, _WAVES = 32, 256, 8  # COLS, HALF_SUMS and WAVES of wave_product.h
+
+
+@dataclass(frozen=True)
+class Halves:
+    """partial [..] f32, arrivals [..] u32, 0 before and after each launch. One launch at a time may use them."""
+
+    partial: Array
+    arrivals: Array
+
+    @classmethod
+    def make(cls, device: Device, rows: int, n: int) -> Halves:
+        """For up to `rows` rows and `n` columns."""
+        partial = Array.empty(device, DType.F32, (_partial_floats(rows, n),), category="workspace")
+        return cls(partial, Array.from_numpy(device, np.zeros(_sets(rows, n), np.uint32), category="workspace"))
+
+    def check(self, d: Dims, rows: int, n: int) -> None:
+        """Raises ContractError if they are too small for `rows` rows of `n` columns."""
+        d.match("halves.partial", self.partial, None, dtype=DType.F32)
+        d.match("halves.arrivals", self.arrivals, None, dtype=DType.U32)
+        for name, array, wanted in (("partial", self.partial, _partial_floats(rows, n)), ("arrivals", self.arrivals, _sets(rows, n))):
+            d.require(
+                array.shape[0] >= wanted, f"halves.{name} has {array.shape[0]} items, expected at least {wanted} for {rows} rows of {n} columns"
+            )
+
+
+def first_half(k: int) -> int:
+    """Values of k in the first half: whole groups of 64."""
+    return ceil_div(k, 128) * 64
+
+
+def _sets(rows: int, n: int) -> int:
+    """Sets of columns, each with rows of its own at most."""
+    return rows * ceil_div(n, _COLUMNS)
+
+
+def _partial_floats(rows: int, n: int) -> int:
+    """Two halves of whole sets, which short products give to each wave."""
+    return 2 * _SUMS * max(_sets(rows, n), ceil_div(rows, 8) * ceil_div(n, _WAVES * _COLUMNS) * _WAVES)
