@@ -5,112 +5,134 @@ namespace {
 namespace host {
 namespace step_experts {
 
-// One row of x as the products of T and W read it. `room` holds room_of(k).
-DEVICE size_t room_of(uint32_t k) { return waves::whole_of(k) + products::packed_floats(k); }
-template <class T, class W> DEVICE const float* pack_row(const T* x, uint32_t k, float* room) {
-  for (uint32_t c = 0; c < k; c++) room[c] = load_f32(x + c);
-  if constexpr (sizeof(T) == 2) {
-    waves::end_row(room, k, waves::Last::FRONT);
-    return room;
-  } else {
-    products::pack<products::expert_reader<W>>(room, k, room + k);
-    return room + k;
+// What a call's blocks have, whose neighbours differ in grid.x: body(x, first column, last). each: blocks side by side that share their columns.
+template <class Body> DEVICE void each_stretch(const Blocks& b, uint32_t each, uint32_t columns, uint32_t n, const Body& body) {
+  uint32_t count = b.grid.x;
+  for (uint32_t x = 0; x < count; x++) {
+    uint64_t first = b.first > x ? (b.first - x + count - 1) / count : 0, end = b.last > x ? (b.last - x + count - 1) / count : 0;
+    first = (first + each - 1) / each * columns;
+    end = (end + each - 1) / each * columns;
+    if (end > n) end = n;
+    if (first < end) body(x, (uint32_t)first, (uint32_t)end);
   }
 }
 
-// x @ row(i)^T for i < count, `sums` in whole eights. shared: the waves of a block share the groups of bf16 where k is long.
-template <class T, class W, class Row>
-DEVICE void dots(const Row& row, uint32_t count, const float* x, uint32_t k, bool shared, float* sums) {
-  if constexpr (sizeof(T) == 2) waves::dots<W>(row, count, x, 0, 1, k, shared, waves::Last::FRONT, sums, 0);
-  else products::dots<products::expert_reader<W>, 1>(row, count, x, 0, k, sums);
-}
+constexpr uint32_t STRIP = 64;  // columns at once
 
 // Grid: pairs, ceil(n / EXPERT_COLS).
 template <class T, class W> bool experts(const step_experts_args& a, Blocks& b) {
-  constexpr uint32_t COLS = step_moe::EXPERT_COLS, STRIP = 64;
-  float* room = b.scratch(room_of(a.k));
+  constexpr bool TILES = sizeof(T) == 2;
+  float* room = b.scratch(TILES ? waves::row_floats(a.k) : products::packed_floats(a.k));
   if (!room) return false;
-  // Neighbouring blocks are pairs: they are taken pair by pair, so that each x is packed once.
-  uint32_t pairs = b.grid.x;
-  for (uint32_t pair = 0; pair < pairs; pair++) {
-    uint64_t y = b.first > pair ? (b.first - pair + pairs - 1) / pairs : 0, y_end = b.last > pair ? (b.last - pair + pairs - 1) / pairs : 0;
-    if (y >= y_end) continue;
-    uint32_t first = (uint32_t)y * COLS, end = (uint32_t)y_end * COLS < a.n ? (uint32_t)y_end * COLS : a.n;
+  uint32_t row_of_room = ~0u;
+  each_stretch(b, 1, step_moe::EXPERT_COLS, a.n, [&](uint32_t pair, uint32_t first, uint32_t end) {
     T* act = (T*)a.act + (uint64_t)pair * a.n;
-    uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
+    uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair], row = pair / a.slots;
     if (expert >= a.experts) {
       for (uint32_t c = first; c < end; c++) store_f32(act + c, 0.0f);
-      continue;
+      return;
     }
-    const float* x = pack_row<T, W>((const T*)a.x + (uint64_t)(pair / a.slots) * a.k, a.k, room);
+    if (row != row_of_room) {
+      const T* x = (const T*)a.x + (uint64_t)row * a.k;
+      if constexpr (TILES) waves::prepare<W>(x, nullptr, 1.0f, a.k, room);
+      else products::pack<products::expert_reader<W>>(x, a.k, room);
+      row_of_room = row;
+    }
     for (uint32_t c0 = first; c0 < end; c0 += STRIP) {
       float sums[2 * STRIP];
       uint32_t count = end - c0 < STRIP ? end - c0 : STRIP;
-      auto row = [&](uint32_t i) {
+      auto of = [&](uint32_t i) {
         return products::weight_row<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n + i % 2 * a.n + c0 + i / 2, a.k);
       };
-      dots<T, W>(row, 2 * count, x, a.k, true, sums);
+      if constexpr (TILES) waves::dots<W>(of, 2 * count, room, 1, a.k, a.k >= waves::LONG_K, false, sums, 0);
+      else products::dots<products::expert_reader<W>, 1>(of, 2 * count, room, 0, a.k, sums);
       for (uint32_t c = 0; c < count; c++) {
         float gate = rounded<T>::of(sums[2 * c]);
         store_f32(act + c0 + c, rounded<T>::of(silu_f32(gate)) * rounded<T>::of(sums[2 * c + 1]));
       }
     }
-  }
+  });
   return true;
 }
 
-// to[c] = T(x @ w[first + c]^T), `to` in whole eights.
-template <class T, class W>
-DEVICE void down_rows(const void* codes, const void* scales, uint64_t first, uint32_t count, const T* x, uint32_t k, bool shared, float* room,
-                      float* to) {
-  const float* packed = pack_row<T, W>(x, k, room);
-  dots<T, W>([&](uint32_t i) { return products::weight_row<W>(codes, scales, first + i, k); }, count, packed, k, shared, to);
-  for (uint32_t c = 0; c < count; c++) to[c] = rounded<T>::of(to[c]);
-}
-
-// Columns [first, first + count) of one row; `to` [slots + 1][COLUMNS] are the products, the shared one last.
+// T = f32: columns [first, first + count) of one row, count <= COLUMNS. room: packed x, then the products of one matrix.
 constexpr uint32_t COLUMNS = 256;
-template <class T, class W> void down_columns(const step_down_args& a, uint32_t row, uint32_t first, uint32_t count, float* room, float* to) {
-  const T* act = (const T*)a.shared_act + (uint64_t)row * a.shared_k;
-  float* shared = to + a.slots * COLUMNS;
-  auto product = [&](auto weights) {
-    down_rows<T, decltype(weights)>(a.shared_codes, a.shared_scales, first, count, act, a.shared_k, true, room, shared);
+template <class W> void down_columns(const step_down_args& a, uint32_t row, uint32_t first, uint32_t count, float* room) {
+  float sums[COLUMNS] = {}, product[COLUMNS], shared[COLUMNS];
+  auto multiply = [&](auto weights, const void* codes, const void* scales, uint64_t matrix, const float* x, uint32_t k, float* to) {
+    using V = decltype(weights);
+    products::pack<products::expert_reader<V>>(x, k, room);
+    auto of = [&](uint32_t i) { return products::weight_row<V>(codes, scales, matrix + first + i, k); };
+    products::dots<products::expert_reader<V>, 1>(of, count, room, 0, k, to);
   };
-  if (a.shared_format == WEIGHT_Q8G64) product(q8g64_weights());
-  else if (sizeof(T) == 2 || a.shared_format == WEIGHT_BF16) product(bf16_weights());
-  else if constexpr (sizeof(T) == 4) product(f32_weights());
-  float sums[COLUMNS] = {};
+  auto multiply_shared = [&](auto weights) {
+    multiply(weights, a.shared_codes, a.shared_scales, 0, (const float*)a.shared_act + (uint64_t)row * a.shared_k, a.shared_k, shared);
+  };
+  if (a.shared_format == WEIGHT_Q8G64) multiply_shared(q8g64_weights());
+  else if (a.shared_format == WEIGHT_BF16) multiply_shared(bf16_weights());
+  else multiply_shared(f32_weights());
   for (uint32_t slot = 0; slot < a.slots; slot++) {
     uint64_t pair = (uint64_t)row * a.slots + slot;
     uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
-    float weight = ((const float*)a.weights)[pair];
-    float* product = to + slot * COLUMNS;
-    if (expert < a.experts) {
-      down_rows<T, W>(a.codes, a.scales, (uint64_t)expert * a.n + first, count, (const T*)a.act + pair * a.k, a.k, false, room, product);
-    } else {
-      memset(product, 0, count * sizeof(float));
-    }
-    for (uint32_t c = 0; c < count; c++) sums[c] = fma_f32(weight, product[c], sums[c]);
+    if (expert < a.experts) multiply(W(), a.codes, a.scales, (uint64_t)expert * a.n, (const float*)a.act + pair * a.k, a.k, product);
+    else memset(product, 0, sizeof product);
+    for (uint32_t c = 0; c < count; c++) sums[c] = fma_f32(((const float*)a.weights)[pair], product[c], sums[c]);
   }
   for (uint32_t c = 0; c < count; c++) {
-    float moe = rounded<T>::of(rounded<T>::of(sums[c]) + shared[c]);
     uint64_t at = (uint64_t)row * a.n + first + c;
-    store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + moe);
+    ((float*)a.y)[at] = ((const float*)a.residual)[at] + (sums[c] + shared[c]);
   }
 }
 
-// Grid: rows, ceil(n / 32).
-template <class T, class W> bool down(const step_down_args& a, Blocks& b) {
-  constexpr uint32_t COLS = step_moe::DOWN_COLS;
-  uint32_t k = a.k > a.shared_k ? a.k : a.shared_k, rows = b.grid.x;
-  size_t packed = room_of(k);
-  float* room = b.scratch(packed + (a.slots + 1) * COLUMNS);
-  if (!room) return false;
-  for (uint32_t row = 0; row < rows; row++) {
-    uint64_t y = b.first > row ? (b.first - row + rows - 1) / rows : 0, y_end = b.last > row ? (b.last - row + rows - 1) / rows : 0;
-    uint32_t first = (uint32_t)y * COLS, end = (uint32_t)y_end * COLS < a.n ? (uint32_t)y_end * COLS : a.n;
-    for (uint32_t c = first; c < end; c += COLUMNS) down_columns<T, W>(a, row, c, end - c < COLUMNS ? end - c : COLUMNS, room, room + packed);
+// T = bf16: columns [first, end) of one row. room: x of the shared expert and of the routed ones, as the wave product reads it.
+template <class W, class S> void down_tiles(const step_down_args& a, uint32_t row, uint32_t first, uint32_t end, float* room) {
+  const int32_t* ids = (const int32_t*)a.ids + (uint64_t)row * a.slots;
+  waves::Row shared_x = waves::row_at(room, a.shared_k), x[step_moe::SLOTS_MAX];
+  waves::prepare<S>((const bf16*)a.shared_act + (uint64_t)row * a.shared_k, nullptr, 1.0f, a.shared_k, room);
+  for (uint32_t slot = 0; slot < a.slots; slot++) {
+    uint64_t pair = (uint64_t)row * a.slots + slot;
+    float* to = room + waves::row_floats(a.shared_k) + slot * waves::row_floats(a.k);
+    waves::prepare<W>((const bf16*)a.act + pair * a.k, nullptr, ((const float*)a.weights)[pair], a.k, to);
+    x[slot] = waves::row_at(to, a.k);
   }
+  for (uint32_t c = first; c < end; c += LANES) {
+    waves::WeightRow shared[1][LANES], routed[step_moe::SLOTS_MAX][LANES];
+    for (uint32_t i = 0; i < LANES; i++) {
+      uint32_t column = c + i < end ? c + i : end - 1;
+      shared[0][i] = waves::weight_row<S>(a.shared_codes, a.shared_scales, column, a.shared_k);
+      for (uint32_t slot = 0; slot < a.slots; slot++) {
+        uint32_t expert = (uint32_t)ids[slot];
+        routed[slot][i] = {nullptr, nullptr};  // an id outside adds nothing
+        if (expert < a.experts) routed[slot][i] = waves::weight_row<W>(a.codes, a.scales, (uint64_t)expert * a.n + column, a.k);
+      }
+    }
+    lanes8 sum[2];
+    for (uint32_t half = 0; half < 2; half++) {
+      lanes8 of_shared = waves::eight_dots<S>(shared, &shared_x, 1, waves::half_of(a.shared_k, half), true);
+      sum[half] = waves::eight_dots<W>(routed, x, a.slots, waves::half_of(a.k, half), true) + of_shared;
+    }
+    lanes8 both = sum[0] + sum[1];
+    for (uint32_t i = 0; i < LANES && c + i < end; i++) {
+      uint64_t at = (uint64_t)row * a.n + c + i;
+      store_f32((bf16*)a.y + at, load_f32((const bf16*)a.residual + at) + both[i]);
+    }
+  }
+}
+
+// Grid: rows, ceil(n / 32); with T = bf16 twice that, of which the first of two does what both have.
+template <class T, class W> bool down(const step_down_args& a, Blocks& b) {
+  constexpr bool TILES = sizeof(T) == 2;
+  uint32_t k = a.k > a.shared_k ? a.k : a.shared_k;
+  float* room = b.scratch(TILES ? waves::row_floats(a.shared_k) + a.slots * waves::row_floats(a.k) : products::packed_floats(k));
+  if (!room) return false;
+  each_stretch(b, TILES ? 2 : 1, step_moe::DOWN_COLS, a.n, [&](uint32_t row, uint32_t first, uint32_t end) {
+    if constexpr (TILES) {
+      if (a.shared_format == WEIGHT_Q8G64) down_tiles<W, q8g64_weights>(a, row, first, end, room);
+      else down_tiles<W, bf16_weights>(a, row, first, end, room);
+    } else {
+      for (uint32_t c = first; c < end; c += COLUMNS) down_columns<W>(a, row, c, end - c < COLUMNS ? end - c : COLUMNS, room);
+    }
+  });
   return true;
 }
 

@@ -1,5 +1,5 @@
-// step_gemv_rows.h - step_gemv_* of the fast host build: step.hip's products with their norm, epilogues and parts. f32 x and the router's weights go
-// over step_products.h, bf16 x over wave_products.h.
+// step_gemv_rows.h - step_gemv_* of the fast host build: step.hip's products with their norm, epilogues and parts. f32 x goes over step_products.h,
+// bf16 x over wave_products.h, the router's logits of bf16 x over step_router_rows.h.
 #pragma once
 
 namespace {
@@ -11,10 +11,11 @@ using step::Segment;
 constexpr uint32_t PAIR_COLUMNS = step::COLS_SHORT, TILE_COLUMNS = step::TILE_COLS_SHORT;  // at most, of a block
 constexpr uint32_t NONE = ~0u;
 
-// What the blocks of one call share: x of one batch as f32 after the norm, and packed for the format that was needed last.
+// What the blocks of one call share: x of one batch as the products read it. f32: packed for the format that was needed last.
 struct Work {
-  float* x;       // [rows, x_pitch]
-  float* packed;  // [rows, packed_pitch]
+  float* x;       // [rows, x_pitch]: f32 after the norm; bf16: of the wave product
+  float* packed;  // [rows, packed_pitch]: f32 x, or the router's
+  float* scale;   // [rows], bf16: what the norm multiplies sums by
   float* sums;    // [PAIR_COLUMNS, rows], or [rows, TILE_COLUMNS]
   float* angles;  // [rows, rope_dim] sine and cosine of each pair, when they were needed
   size_t x_pitch, packed_pitch;
@@ -27,16 +28,27 @@ struct Stretch {
   uint32_t set, first_row, rows;
 };
 
-// Rows of x of one batch.
-template <class T> void prepare(const step_gemv_args& a, uint32_t batch, Work& w) {
-  for (uint32_t r = 0; r < a.rows; r++) {
-    const T* x = (const T*)a.x + batch * a.x_batch_stride + (uint64_t)r * a.x_stride;
-    float* to = w.x + r * w.x_pitch;
-    if (a.norm) values::scale_row(x, (const T*)a.norm, values::rms_scale(x, a.k, a.eps), a.k, to);
-    else for (uint32_t c = 0; c < a.k; c++) to[c] = load_f32(x + c);
-  }
+template <class T> DEVICE const T* row_of_x(const step_gemv_args& a, uint32_t batch, uint32_t r) {
+  return (const T*)a.x + batch * a.x_batch_stride + (uint64_t)r * a.x_stride;
+}
+
+// Rows of x of one batch; T = bf16: for weights W by the wave product.
+template <class T, class W> void prepare(const step_gemv_args& a, uint32_t batch, Work& w) {
+  if (w.batch == batch) return;
   w.batch = batch;
   w.packed_format = NONE;
+  for (uint32_t r = 0; r < a.rows; r++) {
+    const T* x = row_of_x<T>(a, batch, r);
+    float* to = w.x + r * w.x_pitch;
+    if constexpr (sizeof(T) == 2) {
+      waves::prepare<W>(x, (const bf16*)a.norm, 1.0f, a.k, to);
+      if (a.norm) w.scale[r] = waves::norm_scale(x, a.k, a.eps, a.k >= waves::LONG_K);
+    } else if (a.norm) {
+      values::scale_row(x, (const T*)a.norm, values::rms_scale(x, a.k, a.eps), a.k, to);
+    } else {
+      memcpy(to, x, a.k * sizeof(float));
+    }
+  }
 }
 
 // As step::turn_pair.
@@ -57,9 +69,16 @@ DEVICE bool turn_pair(const step_gemv_args& a, const Segment& s, Work& w, T* y, 
   return true;
 }
 
-// Pairs of rows of weights by gemv.h, times the rows of x of a stretch.
-template <class T, class W> void multiply_pairs(const step_gemv_args& a, const Segment& s, const Stretch& t, Work& w) {
+// Stores the normed rows of f32 x of a stretch, which the first blocks of segment 0 do.
+DEVICE void store_h(const step_gemv_args& a, const Stretch& t, const Work& w) {
+  for (uint32_t r = t.first_row; r < t.first_row + t.rows; r++) memcpy((float*)a.h + (uint64_t)r * a.k, w.x + r * w.x_pitch, a.k * sizeof(float));
+}
+
+// Pairs of rows of weights by gemv.h, times the rows of f32 x of a stretch.
+template <class W> void multiply_pairs(const step_gemv_args& a, const Segment& s, const Stretch& t, Work& w) {
   using R = products::reader<W>;
+  prepare<float, W>(a, s.batch, w);
+  if (a.norm && a.h && s.index == 0 && t.set == 0) store_h(a, t, w);
   if (w.packed_format != W::FORMAT) {
     for (uint32_t r = 0; r < a.rows; r++) products::pack<R>(w.x + r * w.x_pitch, a.k, w.packed + r * w.packed_pitch);
     w.packed_format = W::FORMAT;
@@ -79,10 +98,10 @@ template <class T, class W> void multiply_pairs(const step_gemv_args& a, const S
       const float* sums = w.sums + (size_t)(p - begin) * 2 * t.rows + r;
       uint32_t at_row = t.first_row + r, col = silu ? p : 2 * p;
       if (s.epilogue == step::ROPE) {
-        T* y = (T*)s.y + step::output_at(a, s, at_row, col);
-        if (turn_pair(a, s, w, y, at_row, col, rounded<T>::of(sums[0]), rounded<T>::of(sums[t.rows]))) continue;
+        float* y = (float*)s.y + step::output_at(a, s, at_row, col);
+        if (turn_pair(a, s, w, y, at_row, col, sums[0], sums[t.rows])) continue;
       }
-      step::store_pair<T>(a, s, at_row, col, sums[0], sums[t.rows]);
+      step::store_pair<float>(a, s, at_row, col, sums[0], sums[t.rows]);
     }
   }
 }
@@ -112,26 +131,34 @@ DEVICE void store_row(const step_gemv_args& a, const Segment& s, Work& w, uint32
 
 // A set of columns by the wave product, times the rows of x of a stretch.
 template <class W> void multiply_tiles(const step_gemv_args& a, const Segment& s, const Stretch& t, Work& w) {
-  const float* x = w.x + t.first_row * w.x_pitch;
-  size_t pitch = w.x_pitch;
-  if (a.k % waves::GROUP) {
-    if (w.packed_format != W::FORMAT) {
-      for (uint32_t r = 0; r < a.rows; r++) {
-        memcpy(w.packed + r * w.packed_pitch, w.x + r * w.x_pitch, a.k * sizeof(float));
-        waves::end_row(w.packed + r * w.packed_pitch, a.k, waves::Last::BACK);
-      }
-      w.packed_format = W::FORMAT;
-    }
-    x = w.packed + t.first_row * w.packed_pitch;
-    pitch = w.packed_pitch;
-  }
-  bool silu = s.epilogue == step::SILU;
-  uint32_t columns = (a.k >= waves::LONG_K ? step::TILE_COLS : step::TILE_COLS_SHORT) / (silu ? 2 : 1), first = t.set * columns;
-  uint32_t count = s.n - first < columns ? s.n - first : columns;
+  prepare<bf16, W>(a, s.batch, w);
+  bool silu = s.epilogue == step::SILU, wide = a.k >= waves::LONG_K;
+  uint32_t columns = (wide ? step::TILE_COLS : step::TILE_COLS_SHORT) / (silu ? 2 : 1), first = t.set * columns;
+  uint32_t count = s.n - first < columns ? s.n - first : columns, products = silu ? 2 * count : count;
   uint64_t matrix = (uint64_t)s.batch * (silu ? 2 * s.n : s.n) + first;
   auto row = [&](uint32_t i) { return waves::weight_row<W>(s.codes, s.scales, matrix + (silu ? i / 2 + i % 2 * s.n : i), a.k); };
-  waves::dots<W>(row, silu ? 2 * count : count, x, pitch, t.rows, a.k, true, waves::Last::BACK, w.sums, TILE_COLUMNS);
-  for (uint32_t r = 0; r < t.rows; r++) store_row(a, s, w, t.first_row + r, first, count, w.sums + (size_t)r * TILE_COLUMNS);
+  waves::dots<W>(row, products, w.x + t.first_row * w.x_pitch, t.rows, a.k, wide, false, w.sums, TILE_COLUMNS);
+  for (uint32_t r = 0; r < t.rows; r++) {
+    float* sums = w.sums + (size_t)r * TILE_COLUMNS;
+    for (uint32_t i = 0; a.norm && i < products; i += LANES) store8(sums + i, load8(sums + i) * all_lanes(w.scale[t.first_row + r]));
+    store_row(a, s, w, t.first_row + r, first, count, sums);
+  }
+}
+
+// step::multiply_router for blocks [first, last) of segment 0, and the rows of h that are theirs.
+DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, uint32_t first, uint32_t last, Work& w) {
+  uint32_t blocks = (s.n + step::ROUTER_COLS - 1) / step::ROUTER_COLS, end = last * step::ROUTER_COLS < s.n ? last * step::ROUTER_COLS : s.n;
+  for (uint32_t r = 0; r < a.rows; r++) {
+    const bf16* x = row_of_x<bf16>(a, 0, r);
+    w.sums[r] = step_router::prepare(x, (const bf16*)a.norm, a.k, a.eps, w.packed + a.rows * w.packed_pitch, w.packed + r * w.packed_pitch);
+    if (a.h && r % blocks >= first && r % blocks < last) values::scale_row(x, (const bf16*)a.norm, w.sums[r], a.k, (bf16*)a.h + (uint64_t)r * a.k);
+  }
+  for (uint32_t column = first * step::ROUTER_COLS; column < end; column++) {
+    const float* weights = (const float*)s.codes + (uint64_t)column * a.k;
+    for (uint32_t r = 0; r < a.rows; r++) {
+      ((float*)s.y)[(uint64_t)r * s.y_stride + column] = step_router::dot(w.packed + r * w.packed_pitch, weights, a.k) * w.sums[r];
+    }
+  }
 }
 
 // step::finish_rows for query row r; false after a failed touch.
@@ -178,35 +205,27 @@ template <class T> void route_last(const step_gemv_args& a, uint32_t count) {
   for (uint32_t row = 0; row < a.rows; row++) selections::pick(router, row);
 }
 
-// Stores the normed rows of a stretch, which the first blocks of segment 0 do.
-template <class T> void store_h(const step_gemv_args& a, const Stretch& t, const Work& w) {
-  for (uint32_t r = t.first_row; r < t.first_row + t.rows; r++) {
-    for (uint32_t c = 0; c < a.k; c++) store_f32((T*)a.h + (uint64_t)r * a.k + c, w.x[r * w.x_pitch + c]);
-  }
-}
-
 // Product blocks [first, last).
 template <class T, class W, bool ROUTER> void run_products(const step_gemv_args& a, uint32_t first, uint32_t last, Work& w) {
+  constexpr bool TILES = sizeof(T) == 2;
   uint32_t routed = 0;
   for (uint32_t block = first, taken; block < last; block += taken) {
     step::Place place = step::place_of<T, ROUTER>(a, block);
-    bool scalar = step::scalar<T, ROUTER>(place.index);
-    uint32_t turns = scalar ? a.rows : step::turns_of(a.rows), rows = scalar ? 1 : wave_product::ROWS, turn = place.block % turns;
+    Segment s = step::segment_at(a, place);
+    bool router = ROUTER && s.index == 0;
+    uint32_t turns = router && TILES ? step::blocks_of<T, ROUTER>(a, 0) : TILES ? step::turns_of(a.rows) : a.rows, turn = place.block % turns;
     taken = turns - turn < last - block ? turns - turn : last - block;
+    if (router) routed += taken;
+    if (router && TILES) {
+      multiply_router(a, s, turn, turn + taken, w);
+      continue;
+    }
+    uint32_t rows = TILES ? wave_product::ROWS : 1;
     Stretch t = {place.block / turns, turn * rows, taken * rows};
     if (t.rows > a.rows - t.first_row) t.rows = a.rows - t.first_row;
-    if (w.batch != place.batch) prepare<T>(a, place.batch, w);
-    Segment s = step::segment_at(a, place);
-    if (a.norm && a.h && s.index == 0 && t.set == 0) store_h<T>(a, t, w);
-    if constexpr (ROUTER) {
-      if (s.index == 0) {
-        multiply_pairs<T, f32_weights>(a, s, t, w);
-        routed += taken;
-        continue;
-      }
-    }
-    if constexpr (sizeof(T) == 4) multiply_pairs<T, W>(a, s, t, w);
-    else multiply_tiles<W>(a, s, t, w);
+    if constexpr (TILES) multiply_tiles<W>(a, s, t, w);
+    else if (router) multiply_pairs<f32_weights>(a, s, t, w);
+    else multiply_pairs<W>(a, s, t, w);
   }
   if (routed) route_last<T>(a, routed);
 }
@@ -244,12 +263,13 @@ template <class T, class W, bool ROUTER> bool run(const step_gemv_args& a, Block
     first = end;
   }
   if (first >= last) return true;
-  size_t pitch = packed_floats(a.k), columns = PAIR_COLUMNS > TILE_COLUMNS ? PAIR_COLUMNS : TILE_COLUMNS;
-  Work w = {b.scratch(a.rows * (a.k + pitch + columns + a.rope_dim) + LANES), nullptr, nullptr, nullptr, a.k, pitch, NONE, NONE, false};
-  if (!w.x) return false;
-  w.packed = w.x + (size_t)a.rows * a.k;
-  w.sums = w.packed + a.rows * pitch;
-  w.angles = w.sums + a.rows * columns + LANES;
+  constexpr bool TILES = sizeof(T) == 2;
+  size_t x_pitch = TILES ? waves::row_floats(a.k) : a.k, packed_pitch = TILES ? (ROUTER ? step_router::row_floats(a.k) : 0) : packed_floats(a.k);
+  size_t columns = TILES ? TILE_COLUMNS : PAIR_COLUMNS, rows = a.rows, spare = TILES && ROUTER ? a.k : 0;
+  float* room = b.scratch(rows * (x_pitch + packed_pitch + 1 + columns + a.rope_dim) + spare + 2 * LANES);
+  if (!room) return false;
+  float *packed = room + rows * x_pitch, *scale = packed + rows * packed_pitch + spare, *sums = scale + rows + LANES;
+  Work w = {room, packed, scale, sums, sums + rows * columns + LANES, x_pitch, packed_pitch, NONE, NONE, false};
   run_products<T, W, ROUTER>(a, first - parts, last - parts, w);
   return true;
 }

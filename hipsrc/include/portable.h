@@ -19,7 +19,6 @@
 //   dot4(a, b, c)                       c + the sum of four products of signed bytes, where there are no matrix tiles
 //   load16(from, to)                    16 aligned bytes into four registers as one access
 //   copy16_async, copies_done, store16  where there are TILE_MMA: device memory to workgroup memory without registers; 16 bytes stored as one access
-//   load16_stream, load8_stream         where there are TILE_MMA: of a stream, whose neighbouring bytes the L2 cache is to fetch as well
 //   uniform(v)                         v, which is the same in the whole block, where the compiler cannot know it
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop
 //   kernel_args(a)                      the argument struct where it lies, so that an index into its arrays is a load and no copy in scratch memory
@@ -31,7 +30,7 @@
 //   lanes_sum<LANES>(values)              sums of several f32 at once over a group of lanes
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host
 //   tile16, tile_a, tile_b, tile_add     16 x 16 x 16 matrix tiles (portable_tiles.h)
-//   bytes_bf16(word, i)                signed bytes i and i + 2 of a word as a pair of bf16, where there are matrix tiles
+//   bytes_bf16(word, i)                signed bytes i and i + 2 of a word as a pair of bf16, on sm_90
 //   pointer_from<T>(address, bytes)     a pointer that was read from memory (extent table, plan); checked on the host
 // Rules: at most 48 KiB of SHARED a kernel (nvcc refuses more static memory), no bare wave width, no calls left out of line, no __constant__
 //   tables, one by-value argument struct.

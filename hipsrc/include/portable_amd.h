@@ -156,12 +156,6 @@ DEVICE void wmma_16x16x16(int32_t* d, code_words a, code_words b) {
   UNROLL
   for (int i = 0; i < 8; i++) d[i] = v[i];
 }
-// Signed bytes i and i + 2 (i = 0 or 1) of the word as bf16, exactly: the upper halves of f32 values of at most 8 bits.
-DEVICE uint32_t bytes_bf16(uint32_t word, uint32_t i) {
-  uint32_t biased = word ^ 0x80808080u;  // byte + 128
-  float low = (float)((biased >> (8 * i)) & 0xffu) - 128.0f, high = (float)((biased >> (8 * i + 16)) & 0xffu) - 128.0f;
-  return __builtin_amdgcn_perm(bits_of(high), bits_of(low), 0x07060302u);
-}
 #else
 DEVICE int32_t dot4(uint32_t a, uint32_t b, int32_t c) { return __builtin_amdgcn_sdot4((int)a, (int)b, c, false); }
 #endif

@@ -80,13 +80,6 @@ DEVICE void load16(const void* from, uint32_t* to) {
   to[2] = v.z;
   to[3] = v.w;
 }
-// 16 and 8 aligned bytes of device memory whose neighbours are wanted soon too: the L2 cache fetches the 128 bytes around them.
-DEVICE void load16_stream(const void* from, uint32_t* to) {
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
-}
-DEVICE void load8_stream(const void* from, uint32_t* to) {
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-}
 DEVICE float f16_value(uint16_t bits) {
   float v;
   asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));

@@ -43,7 +43,7 @@ DEVICE void drop_groups(const router_args& a, uint32_t* keys, uint32_t* group_ke
 
 // LDS of pick.
 struct Scratch {
-  uint32_t* keys;        // [THREADS]
+  uint32_t* keys;        // [THREADS], at a multiple of 16 bytes
   uint32_t* group_keys;  // [THREADS]
   float* picked;         // [SLOTS_MAX]
 };
@@ -60,7 +60,11 @@ DEVICE void pick(const router_args& a, uint32_t row, const Scratch& lds) {
   block_sync();
   if (a.n_group > 1u) drop_groups(a, lds.keys, lds.group_keys);
   uint32_t place = 0, mine = lds.keys[t];
-  for (uint32_t e = 0; e < a.experts; e++) place += (lds.keys[e] > mine || (lds.keys[e] == mine && e < t)) ? 1u : 0u;
+  for (uint32_t e = 0; e < a.experts; e += 4) {  // past the experts: OUT_OF_GROUP, and higher ids
+    words16 four = *(const words16*)(lds.keys + e);
+    UNROLL
+    for (uint32_t i = 0; i < 4; i++) place += (four.w[i] > mine || (four.w[i] == mine && e + i < t)) ? 1u : 0u;
+  }
   bool chosen = t < a.experts && place < a.k;
   if (chosen) lds.picked[place] = affinity;
   block_sync();
@@ -80,8 +84,8 @@ DEVICE void pick(const router_args& a, uint32_t row, const Scratch& lds) {
 
 // LAUNCH router block=256 experts_max=256 slots_max=16
 KERNEL(router, router_args, 256) {
-  SHARED(uint32_t, keys, routing::THREADS);
+  SHARED(words16, keys, routing::THREADS / 4);
   SHARED(uint32_t, group_keys, routing::THREADS);
   SHARED(float, picked, routing::SLOTS_MAX);
-  routing::pick(a, block_x(), {keys, group_keys, picked});
+  routing::pick(a, block_x(), {(uint32_t*)keys, group_keys, picked});
 }
