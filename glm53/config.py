@@ -386,7 +386,7 @@ class EngineConfig:
         return cls(**options)
 
 
-PRODUCT_WIDTH_MIN, PRODUCT_WIDTH_UNIT = 64, 8  # of bf16 rows in the decode products: hipsrc/kernels/gemv_tiles.h
+PRODUCT_WIDTH_MIN, PRODUCT_WIDTH_UNIT = 64, 8  # of bf16 rows in the decode products: hipsrc/kernels/wave_product.h
 
 
 def check_widths(spec: ModelSpec, dtype: str) -> None:

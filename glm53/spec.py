@@ -87,6 +87,27 @@ class Space(enum.IntEnum):
     LINEAR = 3
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Which side of a stage's weights (docs/decisions/0006-pair.md): the whole, or with `count` 2 that of the owner (index 0) or the peer (1).
+
+    Raises ValueError for any other count or index.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count not in (1, 2) or not 0 <= self.index < self.count:
+            raise ValueError(f"shard {self.index} of {self.count}, wanted 0 of 1, 0 of 2 or 1 of 2")
+
+    def of(self, size: int, first: int) -> range:
+        """This side's of `size` items, of which the owner of a pair has the first `first`."""
+        return range(size) if self.count == 1 else (range(first), range(first, size))[self.index]
+
+
+WHOLE = Shard()
+
 Offsets = tuple[int, int, int, int]  # bytes added to the payload of a row reference, by Space
 
 

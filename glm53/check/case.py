@@ -70,6 +70,10 @@ class Bench:
         self._arrays.append(array)
         return array
 
+    def keep(self, *arrays: Array) -> None:
+        """Frees these with the others."""
+        self._arrays += arrays
+
     def poison(self, dtype: DType, shape: tuple[int, ...]) -> Array:
         """A device array of bytes 0xff: NaN as a float, -1 as an integer. What a kernel leaves out shows."""
         array = Array.empty(self.device, dtype, shape, category="check")

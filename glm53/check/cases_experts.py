@@ -12,6 +12,7 @@ from glm53.check.case import Bench, Case, draw, round_to
 from glm53.check.compare import EXACT, Comparison, compare, worst_of
 from glm53.hip import Array, Device
 from glm53.ops import experts, matmul
+from glm53.ops.halves import half_of, join
 from glm53.ops.matrix import Matrix
 from glm53.spec import DType
 
@@ -166,15 +167,49 @@ _PRODUCTS = (
 # Weighted sum
 
 
-def run_sum(rows: int, slots: int, width: int, dtype: DType, in_place: bool, device: Device) -> Comparison:
-    out, weights = draw(31, (rows, slots, width), dtype), np.abs(draw(32, (rows, slots)))
-    shared, residual = draw(33, (rows, width), dtype), draw(34, (rows, width), dtype)
-    want = reference.expert_sum(out, weights, shared, residual, dtype)
+def run_sum(rows: int, slots: int, width: int, dtype: DType, device: Device) -> Comparison:
+    out, weights, shared = draw(31, (rows, slots, width), dtype), np.abs(draw(32, (rows, slots))), draw(33, (rows, width))
+    want = reference.expert_sum(out, weights, shared, np.zeros_like(shared), DType.F32)
+    with Bench(device) as bench:
+        total = bench.put(shared)
+        experts.expert_sum(bench.stream, bench.put(out, dtype), bench.put(weights), total)
+        return compare("total", bench.read(total), want, EXACT)
+
+
+# Halves of k
+
+
+def run_half(rows: int, slots: int, count: int, n: int, k: int, dtype: DType, device: Device) -> Comparison:
+    """Each half of an expert product and of a plain one is the product of those columns alone, bit by bit."""
+    x, w, ids = draw(35, (rows, slots, k), dtype), draw(36, (count, n, k), dtype), expert_ids("random", rows, slots, count)
+    results = []
+    with Bench(device) as bench:
+        some_ids, dx, dw = bench.put(ids), bench.put(x, dtype), Matrix.plain(bench.put(w, dtype))
+        order = (bench.poison(DType.I32, (count + 1,)), bench.poison(DType.I32, ids.shape))
+        experts.expert_sort(bench.stream, some_ids, *order)
+        for half in (0, 1):
+            first, length = half_of(k, half)
+            part = slice(first, first + length)
+            of_half, alone = bench.poison(dtype, (rows, slots, n)), bench.poison(dtype, (rows, slots, n))
+            experts.expert_matmul(bench.stream, dx, dw, of_half, order, half)
+            some = Matrix.plain(bench.put(w[..., part], dtype))
+            experts.expert_matmul(bench.stream, bench.put(x[..., part], dtype), some, alone, order)
+            results.append(compare(f"experts, half {half}", bench.bits(of_half), bench.bits(alone), EXACT))
+            plain, plain_alone = bench.poison(DType.F32, (rows, n)), bench.poison(DType.F32, (rows, n))
+            one, one_alone = Matrix.plain(bench.put(w[0], dtype)), Matrix.plain(bench.put(w[0][:, part], dtype))
+            matmul.matmul_half(bench.stream, bench.put(x[:, 0], dtype), one, half, plain)
+            matmul.matmul(bench.stream, bench.put(x[:, 0, part], dtype), one_alone, plain_alone)
+            results.append(compare(f"plain, half {half}", bench.bits(plain), bench.bits(plain_alone), EXACT))
+    return worst_of(*results)
+
+
+def run_join(rows: int, n: int, dtype: DType, in_place: bool, device: Device) -> Comparison:
+    low, high, residual = draw(37, (rows, n)), draw(38, (rows, n)), draw(39, (rows, n), dtype)
     with Bench(device) as bench:
         held = bench.put(residual, dtype)
-        y = held if in_place else bench.poison(dtype, (rows, width))
-        experts.expert_sum(bench.stream, bench.put(out, dtype), bench.put(weights), bench.put(shared, dtype), held, y)
-        return compare("y", bench.read(y), want, EXACT)
+        y = held if in_place else bench.poison(dtype, (rows, n))
+        join(bench.stream, bench.put(low), bench.put(high), held, y)
+        return compare("y", bench.read(y), round_to(residual + round_to(low + high, dtype), dtype), EXACT)
 
 
 CASES = [
@@ -185,7 +220,13 @@ CASES = [
     Case("experts", "sort-half-empty", partial(run_sort, "half", 257, 4, 16)),
     Case("experts", "sort-1025-pairs", partial(run_sort, "random", 1025, 1, 7)),
     *(Case("experts", f"product-{case.name}", partial(run_product, case)) for case in _PRODUCTS),
-    Case("experts", "sum-f32", partial(run_sum, 9, 8, 257, DType.F32, False)),
-    Case("experts", "sum-f32-in-place", partial(run_sum, 2, 1, 64, DType.F32, True)),
-    Case("experts", "sum-bf16", partial(run_sum, 5, 4, 300, DType.BF16, True)),
+    Case("experts", "sum-f32", partial(run_sum, 9, 8, 257, DType.F32)),
+    Case("experts", "sum-one", partial(run_sum, 2, 1, 64, DType.F32)),
+    Case("experts", "sum-bf16", partial(run_sum, 5, 4, 300, DType.BF16)),
+    *(
+        Case("experts", f"half-{dtype.label}-{k}", partial(run_half, 5, 3, 4, 70, k, dtype))
+        for dtype, k in ((DType.F32, 192), (DType.F32, 130), (DType.BF16, 256))
+    ),
+    Case("matmul_tile", "join-f32", partial(run_join, 3, 700, DType.F32, False)),
+    Case("matmul_tile", "join-bf16", partial(run_join, 5, 411, DType.BF16, True)),
 ]

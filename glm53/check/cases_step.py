@@ -15,11 +15,12 @@ import numpy as np
 
 from glm53.check import reference_step as reference
 from glm53.check.case import Bench, Case, draw, round_to
-from glm53.check.compare import EXACT, Comparison, compare, worst_of
+from glm53.check.compare import EXACT, TOLERANCES, Comparison, compare, worst_of
 from glm53.check.reference_step import Weights, draw_weights
 from glm53.hip import Array, Device
 from glm53.mem.extents import ExtentShape
 from glm53.ops import basic, experts, history, rows, step
+from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
 from glm53.spec import DType, RowFormat, WeightFormat
 
@@ -32,19 +33,36 @@ FORMATS = {F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64), BF16:
 TILE_ARCHS = ("gfx11", "gfx12", "sm_")  # whose matrix tiles add in an order of their own
 
 
-def _expect(name: str, got: np.ndarray, x: np.ndarray, weights: Weights, dtype: DType, stored: DType, device: Device) -> Comparison:
-    """Sums of dtype x: bit for bit in the kernel's order where that is known, else within rounding errors of sum |x||w|."""
-    want = (reference.sums if dtype is F32 else reference.tile_sums)(x, weights)
-    if dtype is F32 or not device.arch.startswith(TILE_ARCHS):
+def _same_bits(weights: Weights, dtype: DType, device: Device) -> bool:
+    """Whether the reference has the order of additions of this device: matrix tiles add plain weights in an order of their own."""
+    return dtype is F32 or weights.format.quantised or not device.arch.startswith(TILE_ARCHS)
+
+
+def _expect_sums(
+    name: str, got: np.ndarray, want: np.ndarray, x: np.ndarray, weights: Weights, dtype: DType, stored: DType, device: Device
+) -> Comparison:
+    """Sums of dtype x: bit for bit where the reference has their order, else within rounding errors of sum |x||w|."""
+    if _same_bits(weights, dtype, device):
         return compare(name, got, round_to(want, stored), EXACT)
     scale = np.abs(x).astype(np.float64) @ np.abs(weights.values).swapaxes(-1, -2)
     return compare(name, got, round_to(want, stored), stored, scale)
+
+
+def _expect(name: str, got: np.ndarray, x: np.ndarray, weights: Weights, dtype: DType, stored: DType, device: Device) -> Comparison:
+    want = (reference.sums if dtype is F32 else reference.tile_sums)(x, weights)
+    return _expect_sums(name, got, want, x, weights, dtype, stored, device)
 
 
 def put_matrix(bench: Bench, weights: Weights) -> Matrix:
     codes, scales = weights.stored
     plain = {WeightFormat.F32: F32, WeightFormat.BF16: BF16}.get(weights.format)
     return Matrix(bench.put(codes, plain), None if scales is None else bench.put(scales), weights.format)
+
+
+def put_halves(bench: Bench, rows: int, n: int) -> Halves:
+    halves = Halves.make(bench.device, rows, n)
+    bench.keep(halves.partial, halves.arrivals)
+    return halves
 
 
 def frequencies(dim: int) -> np.ndarray:
@@ -72,10 +90,10 @@ def _rows_alone(n: int, k: int, dtype: DType, weight_format: WeightFormat, devic
         matrix, other, dnorm = put_matrix(bench, weights), put_matrix(bench, draw_weights(6, (3, k), weight_format)), bench.put(norm, dtype)
 
         def run(values: np.ndarray) -> np.ndarray:
-            y, z, h = bench.poison(dtype, (len(values), n)), bench.poison(F32, (len(values), 3)), bench.poison(dtype, values.shape)
+            y, z = bench.poison(dtype, (len(values), n)), bench.poison(F32, (len(values), 3))
             segments = [Segment(matrix, y), Segment(other, z, Epilogue.STORE_F32)]
-            step.gemv(bench.stream, bench.put(values, dtype), segments, norm=dnorm, eps=EPS, h=h)
-            return np.concatenate([bench.read(y), bench.read(z), bench.read(h)], axis=1)
+            step.gemv(bench.stream, bench.put(values, dtype), segments, norm=dnorm, eps=EPS)
+            return np.concatenate([bench.read(y), bench.read(z)], axis=1)
 
         alone = np.concatenate([run(x[r : r + 1]) for r in range(len(x))])
         for count in (2, 3, 4, 7):
@@ -84,10 +102,22 @@ def _rows_alone(n: int, k: int, dtype: DType, weight_format: WeightFormat, devic
 
 
 def _normed(count: int, k: int, dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
-    """h is rms_norm's output, and the products are those of h."""
-    x, norm = draw(7, (count, k), dtype, 3.0), draw(8, (k,), dtype)
+    """f32: h is rms_norm's output, and the products are those of h. bf16: sums in the order of the wave product."""
+    x, norm, weights = draw(7, (count, k), dtype, 3.0), draw(8, (k,), dtype), draw_weights(9, (21, k), weight_format)
     with Bench(device) as bench:
-        dx, dnorm, matrix = bench.put(x, dtype), bench.put(norm, dtype), put_matrix(bench, draw_weights(9, (21, k), weight_format))
+        dx, dnorm, matrix = bench.put(x, dtype), bench.put(norm, dtype), put_matrix(bench, weights)
+        if dtype is BF16:
+            y = bench.poison(F32, (count, 21))
+            step.gemv(bench.stream, dx, [Segment(matrix, y, Epilogue.STORE_F32)], norm=dnorm, eps=EPS)
+            normed = reference.rms_norm(x, norm, EPS)
+            want = reference.tile_normed_sums(x, norm, EPS, weights)
+            size = np.abs(normed) @ np.abs(weights.values).T
+            # Rounding of x * norm to bf16, which plain weights need: half an ulp, 2^-8, of each product.
+            rounding = 0.0 if weight_format.quantised else 2.0**-8
+            slack = reference.quantisation_error(normed, weights) + rounding * size
+            near = replace(TOLERANCES[F32], cosine=1e-5)
+            compare("y against float64", bench.read(y), (normed @ weights.values.T).astype(np.float32), near, size + slack / near.absolute)
+            return _expect_sums("y", bench.read(y), want, normed.astype(np.float32), weights, dtype, F32, device)
         h, y, want_h, want_y = (bench.poison(dtype, (count, width)) for width in (k, 21, k, 21))
         step.gemv(bench.stream, dx, [Segment(matrix, y)], norm=dnorm, eps=EPS, h=h)
         basic.rms_norm(bench.stream, dx, dnorm, want_h, EPS)
@@ -95,8 +125,29 @@ def _normed(count: int, k: int, dtype: DType, weight_format: WeightFormat, devic
         return worst_of(compare("h", bench.bits(h), bench.bits(want_h)), compare("y", bench.bits(y), bench.bits(want_y)))
 
 
+def _halves(count: int, n: int, k: int, weight_format: WeightFormat, device: Device) -> Comparison:
+    """RESIDUAL of bf16 x in place: two blocks share their columns. Twice: arrivals are 0 again. Each row as by itself."""
+    x, weights, residual = draw(33, (count, k), BF16), draw_weights(34, (n, k), weight_format), draw(35, (count, n), BF16, 8.0)
+    with Bench(device) as bench:
+        matrix, halves = put_matrix(bench, weights), put_halves(bench, count, n)
+
+        def run(rows: slice) -> np.ndarray:
+            y = bench.put(residual[rows], BF16)
+            step.gemv(bench.stream, bench.put(x[rows], BF16), [Segment(matrix, y, Epilogue.RESIDUAL)], residual=y, halves=halves)
+            return bench.read(y)
+
+        got = run(slice(0, count))
+        compare("again", run(slice(0, count)), got, EXACT)
+        for r in range(count):
+            compare(f"row {r} alone", run(slice(r, r + 1)), got[r : r + 1], EXACT)
+        want = round_to(residual + reference.half_sums(x, weights), BF16)
+        if _same_bits(weights, BF16, device):
+            return compare("y", got, want, EXACT)
+        return compare("y", got, want, BF16, np.abs(x) @ np.abs(weights.values).T + np.abs(residual))
+
+
 def _epilogues(count: int, k: int, dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
-    """Four segments of different epilogues in one launch, against STORE and the operations one by one. One position is padding."""
+    """Segments of different epilogues in one launch, against STORE and the operations one by one. One position is padding. RESIDUAL: f32 alone."""
     heads, stride, rope = 3, 24, step.Rope(24, 16, 8)
     x, residual = draw(10, (count, k), dtype), draw(11, (count, 45), dtype)
     positions = np.linspace(0, 1_048_575, count).astype(np.int32)
@@ -113,15 +164,15 @@ def _epilogues(count: int, k: int, dtype: DType, weight_format: WeightFormat, de
         total, act = bench.put(residual, dtype), bench.poison(dtype, (count, 41))
         turned, sums = bench.poison(dtype, (count, widths[1])), bench.poison(F32, (count, widths[3]))
         segments = [
-            Segment(matrices[0], total, Epilogue.RESIDUAL),
+            Segment(matrices[0], total, Epilogue.RESIDUAL if dtype is F32 else Epilogue.STORE),
             Segment(matrices[1], turned, Epilogue.ROPE, rope),
             Segment(matrices[2], act, Epilogue.SILU),
             Segment(matrices[3], sums, Epilogue.STORE_F32),
         ]
-        step.gemv(bench.stream, dx, segments, residual=total, positions=dpositions, inv_freq=dfrequencies)
+        step.gemv(bench.stream, dx, segments, residual=total if dtype is F32 else None, positions=dpositions, inv_freq=dfrequencies)
         want_act = bench.poison(dtype, (count, 41))
         basic.silu_mul(bench.stream, plain[2], want_act)
-        want_total = round_to(residual + bench.read(plain[0]), dtype)
+        want_total = bench.read(plain[0]) + (residual if dtype is F32 else np.float32(0))
         by_head = Array(plain[1].buffer, dtype, (count, heads, stride))
         basic.rope(bench.stream, by_head, bench.put(np.maximum(positions, 0)), dfrequencies, rope.offset)
         return worst_of(
@@ -141,13 +192,16 @@ def _per_head(count: int, heads: int, n: int, k: int, columns: int, dtype: DType
 
 
 def _against_float64(dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:
-    """The values themselves, by a sum that knows nothing of the order: a few rounding errors of sum |x||w|."""
+    """The values themselves, by a sum that knows nothing of the order: a few rounding errors of sum |x||w|, and of x beside scaled formats."""
     x, weights = draw(18, (2, 2048), dtype), draw_weights(19, (33, 2048), weight_format)
     with Bench(device) as bench:
         y = bench.poison(F32, (2, 33))
         step.gemv(bench.stream, bench.put(x, dtype), [Segment(put_matrix(bench, weights), y, Epilogue.STORE_F32)])
         values = weights.values.T
-        return compare("values", bench.read(y), (x.astype(np.float64) @ values).astype(np.float32), F32, np.abs(x) @ np.abs(values))
+        size = np.abs(x) @ np.abs(values)
+        if dtype is BF16:
+            size += reference.quantisation_error(x, weights) / TOLERANCES[F32].absolute
+        return compare("values", bench.read(y), (x.astype(np.float64) @ values).astype(np.float32), F32, size)
 
 
 @dataclass(frozen=True)
@@ -217,41 +271,62 @@ def _rows_part(count: int, latent: int, rope: int, row_format: RowFormat, dtype:
 def _router_part(
     count: int, n_experts: int, slots: int, groups: tuple[int, int], k: int, dtype: DType, weight_format: WeightFormat, device: Device
 ) -> Comparison:
-    """Part ROUTER twice (the counter of arrivals must be 0 again), beside another segment, against router on the same logits."""
-    x, bias = draw(27, (count, k), dtype), draw(28, (n_experts,), F32, 0.1)
+    """Part ROUTER twice (the counter of arrivals must be 0 again), with a norm, beside another segment: logits and h in the order of the kernels, and
+    router on the same logits. Each row as by itself."""
+    x, bias, norm = draw(27, (count, k), dtype), draw(28, (n_experts,), F32, 0.1), draw(36, (k,), dtype)
     n_group, topk_group = groups
+    gate = draw_weights(29, (n_experts, k), WeightFormat.F32)
     with Bench(device) as bench:
-        dx, dbias, arrivals = bench.put(x, dtype), bench.put(bias), bench.put(np.zeros(1, np.uint32))
-        router = put_matrix(bench, draw_weights(29, (n_experts, k), WeightFormat.F32))
-        other = put_matrix(bench, draw_weights(30, (34, k), weight_format))
-        results = []
-        for _ in range(2):
-            logits, act = bench.poison(F32, (count, n_experts)), bench.poison(dtype, (count, 17))
-            ids, weights = bench.poison(DType.I32, (count, slots)), bench.poison(F32, (count, slots))
+        dx, dnorm, dbias, arrivals = bench.put(x, dtype), bench.put(norm, dtype), bench.put(bias), bench.put(np.zeros(1, np.uint32))
+        router, other = put_matrix(bench, gate), put_matrix(bench, draw_weights(30, (34, k), weight_format))
+
+        def run(rows: slice) -> tuple[Array, ...]:
+            some = bench.put(x[rows], dtype)
+            n = some.shape[0]
+            logits, act, h = bench.poison(F32, (n, n_experts)), bench.poison(dtype, (n, 17)), bench.poison(dtype, (n, k))
+            ids, weights = bench.poison(DType.I32, (n, slots)), bench.poison(F32, (n, slots))
             part = step.RouterPart(dbias, ids, weights, arrivals, n_group, topk_group, normalise=True, scaling=2.5)
             segments = [Segment(router, logits, Epilogue.STORE_F32), Segment(other, act, Epilogue.SILU)]
-            step.gemv(bench.stream, dx, segments, part=part)
+            step.gemv(bench.stream, some, segments, norm=dnorm, eps=EPS, h=h, part=part)
+            return logits, act, h, ids, weights
+
+        if dtype is F32:
+            want = bench.poison(dtype, (count, k))
+            basic.rms_norm(bench.stream, dx, dnorm, want, EPS)
+            want_h = bench.read(want)
+            want_logits = reference.sums(want_h, gate)
+        else:
+            want_logits, want_h = reference.router_sums(x, norm, EPS, gate.codes)
+        results = []
+        for _ in range(2):
+            logits, act, h, ids, weights = run(slice(0, count))
             want_ids, want_weights = bench.poison(DType.I32, (count, slots)), bench.poison(F32, (count, slots))
             picked = (want_ids, want_weights)
             experts.router(bench.stream, logits, dbias, *picked, n_group=n_group, topk_group=topk_group, normalise=True, scaling=2.5)
             results += [
-                compare("logits", bench.read(logits), reference.sums(x, draw_weights(29, (n_experts, k), WeightFormat.F32)), EXACT),
+                compare("logits", bench.read(logits), want_logits, EXACT),
+                compare("h", bench.read(h), want_h, EXACT),
                 compare("ids", bench.read(ids), bench.read(want_ids)),
                 compare("weights", bench.bits(weights), bench.bits(want_weights)),
                 compare("arrivals", bench.read(arrivals), np.zeros(1, np.uint32)),
             ]
+        for r in range(count):
+            alone = run(slice(r, r + 1))
+            names = ("logits", "act", "h", "ids", "weights")
+            for name, one, every in zip(names, alone, (logits, act, h, ids, weights), strict=True):
+                compare(f"{name} of row {r} alone", bench.bits(one)[0], bench.bits(every)[r])
         return worst_of(*results)
 
 
-def _odd_address(dtype: DType, device: Device) -> Comparison:
-    """Weights and x that start between two multiples of 16 bytes: element loads, the same bits."""
-    x, weights = draw(31, (3, 1040), dtype), draw_weights(32, (7, 1040), WeightFormat.F32 if dtype is F32 else WeightFormat.BF16)
+def _odd_address(device: Device) -> Comparison:
+    """Weights and f32 x that start between two multiples of 16 bytes: element loads, the same bits."""
+    x, weights = draw(31, (3, 1040), F32), draw_weights(32, (7, 1040), WeightFormat.F32)
     with Bench(device) as bench:
-        flat_x, flat_w = (bench.put(np.concatenate([[0.5], a.ravel()]).astype(np.float32), dtype) for a in (x, weights.codes))
-        shifted = [Array(a.buffer, dtype, shape, a.offset_bytes + dtype.item_bytes) for a, shape in ((flat_x, x.shape), (flat_w, (7, 1040)))]
+        flat_x, flat_w = (bench.put(np.concatenate([[0.5], a.ravel()]).astype(np.float32)) for a in (x, weights.codes))
+        shifted = [Array(a.buffer, F32, shape, a.offset_bytes + F32.item_bytes) for a, shape in ((flat_x, x.shape), (flat_w, (7, 1040)))]
         y = bench.poison(F32, (3, 7))
         step.gemv(bench.stream, shifted[0], [Segment(Matrix.plain(shifted[1]), y, Epilogue.STORE_F32)])
-        return _expect("sums", bench.read(y), x, weights, dtype, F32, device)
+        return _expect("sums", bench.read(y), x, weights, F32, F32, device)
 
 
 def _product_cases() -> list[Case]:
@@ -271,10 +346,16 @@ def _product_cases() -> list[Case]:
             cases.append(Case("step_gemv", f"{label}-float64", partial(_against_float64, dtype, weight_format)))
             for n, k in ((9, 128), (6, 1152)):
                 cases.append(Case("step_gemv", f"{label}-rows_alone-{k}", partial(_rows_alone, n, k, dtype, weight_format)))
-            for shape in ((1, 3, 20, 64, 64), (5, 2, 33, 192, 256), (2, 2, 5, 1024, 1100), (9, 2, 300, 128, 128)):
+            columns = 1100 if dtype is F32 else 1104
+            for shape in ((1, 3, 20, 64, 64), (5, 2, 33, 192, 256), (2, 2, 5, 1024, columns), (9, 2, 300, 128, 128)):
                 name = f"{label}-{'x'.join(map(str, shape))}"
                 cases.append(Case("step_per_head", name, partial(_per_head, *shape, dtype, weight_format)))
-    cases.append(Case("step_gemv", "f32-odd_address", partial(_odd_address, F32)))
+    cases.append(Case("step_gemv", "f32-odd_address", partial(_odd_address)))
+    for weight_format in FORMATS[BF16]:
+        for count, n, k in ((1, 37, 64), (3, 300, 192), (2, 19, 1088), (9, 70, 2048), (4, 33, 2112), (1, 5, 6208), (17, 260, 128)):
+            cases.append(Case("step_halves", f"{weight_format.label}-{count}x{n}x{k}", partial(_halves, count, n, k, weight_format)))
+    for count, n, k in ((2, 35, 72), (3, 19, 200), (1, 40, 2120)):
+        cases.append(Case("step_halves", f"bf16-{count}x{n}x{k}", partial(_halves, count, n, k, WeightFormat.BF16)))
     return cases
 
 
@@ -308,6 +389,7 @@ def _fused_cases() -> list[Case]:
             (1, 256, 8, (1, 1), 1088, WeightFormat.Q8G64),
             (3, 16, 4, (4, 2), 72, WeightFormat.BF16),
             (4, 61, 3, (1, 1), 33 if dtype is F32 else 88, FORMATS[dtype][0]),
+            (9, 16, 4, (1, 1), 6272, WeightFormat.Q8G64),
             (8, 128, 8, (8, 4), 64, WeightFormat.Q8G64),
         ):
             name = f"{dtype.label}_{weight_format.label}-{count}x{n_experts}-{slots}of{groups[1]}of{groups[0]}x{k}"

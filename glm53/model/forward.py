@@ -18,6 +18,7 @@ from glm53.hip import Array, Device, Stream
 from glm53.kv import Pass, PassRows, RowLayout, RowStore, Tier
 from glm53.model.weights import DenseWeights, IndexerWeights, LayerWeights, MoeWeights, Weights
 from glm53.ops import attention, basic, experts, history, matmul, rows, selection
+from glm53.ops.halves import join
 from glm53.spec import DType, ModelSpec, RowFormat
 
 INDEX_NORM_EPS = 1e-6  # of the indexer's LayerNorm; fixed in every implementation
@@ -104,7 +105,8 @@ class Forward:
                 "plan": (DType.U64, (spec.index_topk,)),
                 "gate_up": (dtype, (2 * mlp_width,)),
                 "act": (dtype, (mlp_width,)),
-                "shared": (dtype, (spec.hidden_size,)),
+                "low": (DType.F32, (spec.hidden_size,)),
+                "high": (DType.F32, (spec.hidden_size,)),
                 "router": (DType.F32, (spec.n_routed_experts,)),
                 "expert_ids": (DType.I32, (pairs_width,)),
                 "expert_weights": (DType.F32, (pairs_width,)),
@@ -146,7 +148,7 @@ class Forward:
             self._attention(tier_pass, index, layer, count, context)
             basic.rms_norm(self.stream, x, layer.post_norm, h, self.spec.rms_norm_eps)
             if isinstance(layer.mlp, DenseWeights):
-                self._dense(layer.mlp, count, out=x, residual=x)
+                self._dense(layer.mlp, count)
             else:
                 self._experts(layer.mlp, count)
 
@@ -193,7 +195,15 @@ class Forward:
         )
         tier_pass.after_attention(index)
         matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"))
-        matmul.matmul(stream, cut("o", shape=(spec.n_heads * spec.v_head_dim,)), layer.o, x, residual=x)
+        heads = cut("o", shape=(spec.n_heads * spec.v_head_dim,))
+        self._add_halves(count, lambda half, total: matmul.matmul_half(stream, heads, layer.o, half, total))
+
+    def _add_halves(self, count: int, product: Callable[[int, Array], None]) -> None:
+        """x += both halves of a product, of which product(half, total) computes one in f32 (docs/decisions/0006-pair.md)."""
+        x, halves = self.work.cut("x", count), (self.work.cut("low", count), self.work.cut("high", count))
+        for half, total in enumerate(halves):
+            product(half, total)
+        join(self.stream, *halves, x, x)
 
     def _select(self, index: int, indexer: IndexerWeights, count: int, context: int) -> None:
         """Writes the rows' index keys, then the selection: positions, ascending."""
@@ -230,20 +240,25 @@ class Forward:
                 )
             selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
 
-    def _dense(self, mlp: DenseWeights, count: int, out: Array, residual: Array | None) -> None:
-        """out = (silu(h gate) * (h up)) down (+ residual)"""
+    def _activate(self, mlp: DenseWeights, count: int) -> Array:
+        """silu(h gate) * (h up)"""
         width = mlp.down.shape[1]
         gate_up = self.work.cut("gate_up", count, (2 * width,))
         act = self.work.cut("act", count, (width,))
         matmul.matmul(self.stream, self.work.cut("h", count), mlp.gate_up, gate_up)
         basic.silu_mul(self.stream, gate_up, act)
-        matmul.matmul(self.stream, act, mlp.down, out, residual=residual)
+        return act
+
+    def _dense(self, mlp: DenseWeights, count: int) -> None:
+        """x += (silu(h gate) * (h up)) down"""
+        act = self._activate(mlp, count)
+        self._add_halves(count, lambda half, total: matmul.matmul_half(self.stream, act, mlp.down, half, total))
 
     def _experts(self, mlp: MoeWeights, count: int) -> None:
         """x += routed experts of h + shared expert of h"""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=count)
-        h, x, ids, weights = cut("h"), cut("x"), cut("expert_ids"), cut("expert_weights")
+        h, ids, weights = cut("h"), cut("expert_ids"), cut("expert_weights")
         matmul.matmul(stream, h, mlp.router, cut("router"))
         experts.router(
             stream,
@@ -262,9 +277,14 @@ class Forward:
         pairs = count * spec.n_experts_per_tok
         gate_up = self.work.cut("expert_gate_up", pairs, (2 * spec.expert_width,))
         basic.silu_mul(stream, gate_up, self.work.cut("expert_act", pairs, (spec.expert_width,)))
-        experts.expert_matmul(stream, cut("expert_act"), mlp.down, cut("expert_out"), order)
-        self._dense(mlp.shared, count, out=cut("shared"), residual=None)
-        experts.expert_sum(stream, cut("expert_out"), weights, cut("shared"), x, x)
+        act = self._activate(mlp.shared, count)
+
+        def down(half: int, total: Array) -> None:
+            matmul.matmul_half(stream, act, mlp.shared.down, half, total)
+            experts.expert_matmul(stream, cut("expert_act"), mlp.down, cut("expert_out"), order, half)
+            experts.expert_sum(stream, cut("expert_out"), weights, total)
+
+        self._add_halves(count, down)
 
 
 def row_layout(spec: ModelSpec, row_format: RowFormat) -> RowLayout:

@@ -1,30 +1,43 @@
 """Which device arrays the weights become, and from which rows of which stored tensors: pure planning, no device.
 
 Invariant: the parts of an `ArrayPlan` cover its rows exactly once, in order. Fused arrays (gate and up, all experts of a layer) are filled
-part by part, each converted by its own scales: those of neighbours need not meet at a multiple of 128 rows.
+part by part, each converted by its own scales: those of neighbours need not meet at a multiple of 128 rows. A part of more than one row of scale
+blocks starts on the first row of one.
+
+A side of a pair (`Shard`, docs/decisions/0006-pair.md) takes rows of q_b, kv_b, gate, up and the head, and columns of o and down. Its formats are
+those of the whole, so that both sides together hold the whole's bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from glm53.config import SCALE_BLOCK, WEIGHT_SETTINGS
+from glm53.errors import InputError
 from glm53.model.names import LoadPlan, PlannedTensor, layer_prefix
+from glm53.ops.halves import first_half
 from glm53.ops.matrix import GROUP, matrix_bytes
-from glm53.spec import DType, WeightFormat
+from glm53.spec import WHOLE, DType, ModelSpec, Shard, WeightFormat
+
+_PLAIN_COLUMNS = 8  # columns of a side that is not quantised come in this many: 16 bytes of bf16
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [source_row, source_row + rows) of a stored tensor, seen as [all rows, cols]. `scale_row` is the scale's row for source_row."""
+    """Rows [source_row, source_row + rows) and columns `cols` of a stored tensor, seen as [all rows, all columns].
+
+    `scale_row` is the scale's row for source_row.
+    """
 
     source: PlannedTensor
     source_row: int
     rows: int
-    scale_row: int = 0
+    scale_row: int
+    cols: range
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class ArrayPlan:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     is_matrix: bool = True  # False: an array, which is F32 or BF16
-    too_narrow: bool = False  # a quantised format was asked for, but the columns are no multiple of 64
+    narrow_cols: int = 0  # columns of the whole, where a quantised format was asked for and they are no multiple of 64
     halves: tuple[ArrayPlan, ...] = ()
 
     @property
@@ -59,24 +72,87 @@ class ArrayPlan:
         return self.shape[-1]
 
 
-def array_plans(plan: LoadPlan, dtype: DType, mtp: bool, weights: str = "auto") -> list[ArrayPlan]:
-    """Every device array of the weights in load order, for activations of type `dtype` (F32 or BF16).
+@dataclass(frozen=True)
+class ShardWidths:
+    """What a side holds of everything that is split: heads, columns of k of each kind of down (and rows of gate and up), rows of the head."""
+
+    heads: range
+    dense: range
+    expert: range
+    shared: range
+    vocab: range
+
+
+def shard_widths(spec: ModelSpec, shard: Shard) -> ShardWidths:
+    """The side's parts of the widths of `spec`; the split of k is `ops.halves.first_half`, as on one device.
+
+    Raises InputError that names the tensor which two devices cannot share: an odd number of heads, heads that do not end at the first half of o's
+    columns, a second half of k that is empty or no multiple of 8 (of 64 where k is one), a vocabulary of one.
+    """
+    heads, k = spec.n_heads, spec.n_heads * spec.v_head_dim
+    if shard.count > 1:
+        _require(heads % 2 == 0, "self_attn.q_b_proj.weight", f"{heads} heads", "an even number")
+        wanted = f"heads that end with the first half of the columns, {first_half(k)}"
+        _require(k // 2 == first_half(k), "self_attn.o_proj.weight", f"{heads // 2} heads with {k // 2} of {k} columns", wanted)
+        _require(spec.vocab_size > 1, "lm_head.weight", f"{spec.vocab_size} row", "at least 2")
+    sparse = any(spec.layer_is_sparse) or spec.n_mtp_layers > 0
+    return ShardWidths(
+        heads=shard.of(heads, heads // 2),
+        dense=_k_of("mlp.down_proj.weight", spec.dense_width, shard, used=not all(spec.layer_is_sparse)),
+        expert=_k_of("mlp.experts.*.down_proj.weight", spec.expert_width, shard, used=sparse),
+        shared=_k_of("mlp.shared_experts.down_proj.weight", spec.shared_width, shard, used=sparse),
+        vocab=shard.of(spec.vocab_size, -(-spec.vocab_size // 2)),
+    )
+
+
+def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The shape of one side: its heads, MLP widths and vocabulary; everything else, such as the tokens that may be drawn, is the model's.
+
+    Raises InputError as `shard_widths`, and where several shared experts do not split at a multiple of a routed expert's half.
+    """
+    widths = shard_widths(spec, shard)
+    local = dataclasses.replace(
+        spec, n_heads=len(widths.heads), dense_width=len(widths.dense), expert_width=len(widths.expert), vocab_size=len(widths.vocab)
+    )
+    got, wanted = f"{len(widths.shared)} of {spec.shared_width} columns on side {shard.index}", f"{spec.n_shared_experts} x {local.expert_width}"
+    _require(local.shared_width == len(widths.shared), "mlp.shared_experts.down_proj.weight", got, wanted)
+    return local
+
+
+def _k_of(name: str, k: int, shard: Shard, used: bool) -> range:
+    first = first_half(k)
+    if used and shard.count > 1:
+        unit = _PLAIN_COLUMNS if k % GROUP else GROUP
+        got = f"{k} columns, {min(first, k)} for the first device and {max(k - first, 0)} for the second"
+        _require(k > first and (k - first) % unit == 0, name, got, f"a multiple of {unit} above 0 for the second")
+    return shard.of(k, min(first, k))
+
+
+def _require(holds: bool, name: str, got: str, wanted: str) -> None:
+    if not holds:
+        raise InputError(f"two devices cannot share {name}: got {got}, wanted {wanted}; run this model on one device")
+
+
+def array_plans(plan: LoadPlan, dtype: DType, mtp: bool, weights: str = "auto", shard: Shard = WHOLE) -> list[ArrayPlan]:
+    """Every device array of the weights, or of one side of a pair, in load order, for activations of type `dtype` (F32 or BF16).
 
     Vectors and norms have the activation type, router weight and bias are f32. Matrices by `weights`:
     auto: BF16 activations: bf16. F32: f32, but matrices stored as BF16 stay bf16, since their values are the same.
     bf16, f32: that type; f32 is for F32 activations.
     q8q4: routed experts q4g64, all others q8g64; bf16 where the columns are no multiple of 64. The embedding is as with auto.
+
+    Raises InputError where the model cannot be split (`shard_widths`).
     """
     assert dtype in (DType.F32, DType.BF16) and weights in WEIGHT_SETTINGS and (weights != "f32" or dtype is DType.F32)
-    spec, planner = plan.spec, _Planner(plan, dtype, weights)
+    spec, planner = plan.spec, _Planner(plan, dtype, weights, shard)
     planner.array("embed", "model.embed_tokens.weight")
     for layer in range(spec.n_layers):
         planner.layer(f"layers.{layer}.", layer, spec.layer_is_full[layer], spec.layer_is_sparse[layer])
     planner.array("final_norm", "model.norm.weight")
     if not spec.tie_word_embeddings:
-        planner.matrix("lm_head", "lm_head.weight")
+        planner.matrix("lm_head", "lm_head.weight", rows=(planner.widths.vocab,))
     elif weights == "q8q4" and spec.hidden_size % GROUP == 0:  # else it is the embedding's array
-        planner.matrix("lm_head", "model.embed_tokens.weight")
+        planner.matrix("lm_head", "model.embed_tokens.weight", rows=(planner.widths.vocab,))
     if mtp and spec.n_mtp_layers:
         base = layer_prefix(spec.n_layers)
         planner.array("mtp.enorm", base + "enorm.weight")
@@ -92,9 +168,9 @@ def format_notes(plans: list[ArrayPlan]) -> list[str]:
     counts: dict[tuple[str, int], int] = {}
     for plan in plans:
         for item in plan.halves or (plan,):
-            if item.too_narrow:
+            if item.narrow_cols:
                 name = re.sub(r"^(layers\.\d+|mtp\.layer)\.", "", item.key)
-                counts[name, item.cols] = counts.get((name, item.cols), 0) + 1
+                counts[name, item.narrow_cols] = counts.get((name, item.narrow_cols), 0) + 1
     return [
         f"{name} stays bf16{f' in {count} layers' if count > 1 else ''}: its {cols} columns are no multiple of {GROUP}"
         for (name, cols), count in counts.items()
@@ -102,8 +178,9 @@ def format_notes(plans: list[ArrayPlan]) -> list[str]:
 
 
 class _Planner:
-    def __init__(self, plan: LoadPlan, dtype: DType, weights: str):
+    def __init__(self, plan: LoadPlan, dtype: DType, weights: str, shard: Shard):
         self.plan, self.dtype, self.weights = plan, dtype, weights
+        self.widths = shard_widths(plan.spec, shard)
         self.arrays: list[ArrayPlan] = []
 
     def array(self, key: str, *names: str) -> None:
@@ -119,21 +196,36 @@ class _Planner:
         _, parts, shape = self._sources((base + "e_score_correction_bias",))
         self.arrays.append(ArrayPlan(key + "bias", WeightFormat.F32, shape, parts, is_matrix=False))
 
-    def matrix(self, key: str, *names: str, shape: tuple[int, ...] | None = None, quantised: WeightFormat = WeightFormat.Q8G64) -> None:
-        """A matrix whose rows are the rows of the named tensors one after another; `shape` regroups them. quantised: its format with q8q4."""
-        sources, parts, flat = self._sources(names)
-        shape = shape or flat
-        format = self._format(sources, shape, quantised)
-        self.arrays.append(ArrayPlan(key, format, shape, parts, too_narrow=self._too_narrow(shape)))
+    def matrix(
+        self,
+        key: str,
+        *names: str,
+        rows: Sequence[range] | None = None,
+        cols: range | None = None,
+        outer: tuple[int, ...] = (),
+        quantised: WeightFormat = WeightFormat.Q8G64,
+    ) -> None:
+        """A matrix whose rows are the rows of the named tensors one after another; `outer` regroups them by leading dimensions.
+
+        rows: of each matrix of a tensor, those that are taken. cols: of all of them. None: all. quantised: its format with q8q4.
+        """
+        sources, parts, shape = self._sources(names, rows, cols)
+        whole_cols = sources[0].info.shape[-1]
+        if outer:
+            shape = (*outer, shape[0] // math.prod(outer), shape[1])
+        format = self._format(sources, whole_cols, quantised)
+        self.arrays.append(ArrayPlan(key, format, shape, parts, narrow_cols=self._narrow(whole_cols)))
 
     def kv_b(self, key: str, name: str) -> None:
-        spec, (sources, parts, shape) = self.plan.spec, self._sources((name,))
+        spec, heads = self.plan.spec, self.widths.heads
+        height = spec.qk_nope_head_dim + spec.v_head_dim
+        sources, parts, shape = self._sources((name,), (range(heads.start * height, heads.stop * height),))
         shapes = {
-            "wk": (spec.n_heads, spec.kv_lora_rank, spec.qk_nope_head_dim),
-            "wv": (spec.n_heads, spec.v_head_dim, spec.kv_lora_rank),
+            "wk": (len(heads), spec.kv_lora_rank, spec.qk_nope_head_dim),
+            "wv": (len(heads), spec.v_head_dim, spec.kv_lora_rank),
         }
         halves = tuple(
-            ArrayPlan(key + half, self._format(sources, of, WeightFormat.Q8G64), of, (), too_narrow=self._too_narrow(of))
+            ArrayPlan(key + half, self._format(sources, of[-1], WeightFormat.Q8G64), of, (), narrow_cols=self._narrow(of[-1]))
             for half, of in shapes.items()
         )
         formats = {half.format for half in halves}
@@ -141,12 +233,14 @@ class _Planner:
         scratch = unquantised if self.weights == "q8q4" and formats != {WeightFormat.BF16} else halves[0].format
         self.arrays.append(ArrayPlan(key + "kv_b", scratch, shape, parts, halves=halves))
 
-    def _sources(self, names: Sequence[str]) -> tuple[list[PlannedTensor], tuple[Part, ...], tuple[int, ...]]:
+    def _sources(
+        self, names: Sequence[str], rows: Sequence[range] | None = None, cols: range | None = None
+    ) -> tuple[list[PlannedTensor], tuple[Part, ...], tuple[int, ...]]:
         """(tensors, their parts, shape with their rows one after another)"""
         sources = [self.plan.tensors[name] for name in names]
-        parts = tuple(part for source in sources for part in _parts(source))
-        first = sources[0].info.shape
-        return sources, parts, first if len(first) == 1 else (sum(part.rows for part in parts), first[-1])
+        parts = tuple(part for source in sources for part in _parts(source, rows, cols))
+        width = len(parts[0].cols)
+        return sources, parts, (width,) if len(sources[0].info.shape) == 1 else (sum(part.rows for part in parts), width)
 
     def _activation(self) -> WeightFormat:
         return WeightFormat.F32 if self.dtype is DType.F32 else WeightFormat.BF16
@@ -156,63 +250,87 @@ class _Planner:
             return WeightFormat.BF16 if _stored_bf16(sources) else self._activation()
         return WeightFormat.F32 if setting == "f32" else WeightFormat.BF16
 
-    def _too_narrow(self, shape: tuple[int, ...]) -> bool:
-        return self.weights == "q8q4" and shape[-1] % GROUP != 0
+    def _narrow(self, cols: int) -> int:
+        """`ArrayPlan.narrow_cols` of a matrix whose whole has `cols` columns."""
+        return cols if self.weights == "q8q4" and cols % GROUP else 0
 
-    def _format(self, sources: list[PlannedTensor], shape: tuple[int, ...], quantised: WeightFormat) -> WeightFormat:
-        if self.weights == "q8q4" and not self._too_narrow(shape):
+    def _format(self, sources: list[PlannedTensor], cols: int, quantised: WeightFormat) -> WeightFormat:
+        if self.weights == "q8q4" and not self._narrow(cols):
             return quantised
         return self._plain(sources, self.weights)
 
     def layer(self, key: str, layer: int, full: bool, sparse: bool) -> None:
-        base = layer_prefix(layer)
-        attention = base + "self_attn."
+        base, spec, widths = layer_prefix(layer), self.plan.spec, self.widths
+        heads, attention = widths.heads, base + "self_attn."
         self.array(key + "input_norm", base + "input_layernorm.weight")
         self.array(key + "post_norm", base + "post_attention_layernorm.weight")
         self.matrix(key + "q_a", attention + "q_a_proj.weight")
         self.array(key + "q_a_norm", attention + "q_a_layernorm.weight")
-        self.matrix(key + "q_b", attention + "q_b_proj.weight")
+        q_rows = range(heads.start * spec.qk_head_dim, heads.stop * spec.qk_head_dim)
+        self.matrix(key + "q_b", attention + "q_b_proj.weight", rows=(q_rows,))
         self.matrix(key + "kv_a", attention + "kv_a_proj_with_mqa.weight")
         self.array(key + "kv_a_norm", attention + "kv_a_layernorm.weight")
         self.kv_b(key, attention + "kv_b_proj.weight")
-        self.matrix(key + "o", attention + "o_proj.weight")
+        self.matrix(key + "o", attention + "o_proj.weight", cols=range(heads.start * spec.v_head_dim, heads.stop * spec.v_head_dim))
         if full:
             for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"):
                 field = name.removesuffix(".weight") if "norm" not in name else name.replace(".", "_")
                 add = self.array if "norm" in name else self.matrix
                 add(f"{key}indexer.{field}", f"{attention}indexer.{name}")
         if not sparse:
-            self.mlp(key + "mlp.", base + "mlp.")
+            self.mlp(key + "mlp.", base + "mlp.", widths.dense)
             return
         self.router(key + "mlp.", base + "mlp.gate.")
         self.experts(key + "mlp.", base + "mlp.experts.", packed=layer in self.plan.packed_layers)
-        self.mlp(key + "mlp.shared.", base + "mlp.shared_experts.")
+        self.mlp(key + "mlp.shared.", base + "mlp.shared_experts.", widths.shared)
 
-    def mlp(self, key: str, base: str) -> None:
-        self.matrix(key + "gate_up", base + "gate_proj.weight", base + "up_proj.weight")
-        self.matrix(key + "down", base + "down_proj.weight")
+    def mlp(self, key: str, base: str, width: range) -> None:
+        self.matrix(key + "gate_up", base + "gate_proj.weight", base + "up_proj.weight", rows=(width,))
+        self.matrix(key + "down", base + "down_proj.weight", cols=width)
 
     def experts(self, key: str, base: str, packed: bool) -> None:
-        spec = self.plan.spec
-        count, width, hidden = spec.n_routed_experts, spec.expert_width, spec.hidden_size
+        spec, side = self.plan.spec, self.widths.expert
+        count, width = spec.n_routed_experts, spec.expert_width
         if packed:
             gate_up, down = [base + "gate_up_proj"], [base + "down_proj"]
+            rows = [side, range(width + side.start, width + side.stop)]
         else:
             gate_up = [f"{base}{e}.{half}_proj.weight" for e in range(count) for half in ("gate", "up")]
             down = [f"{base}{e}.down_proj.weight" for e in range(count)]
-        self.matrix(key + "gate_up", *gate_up, shape=(count, 2 * width, hidden), quantised=WeightFormat.Q4G64)
-        self.matrix(key + "down", *down, shape=(count, hidden, width), quantised=WeightFormat.Q4G64)
+            rows = [side]
+        self.matrix(key + "gate_up", *gate_up, rows=rows, outer=(count,), quantised=WeightFormat.Q4G64)
+        self.matrix(key + "down", *down, cols=side, outer=(count,), quantised=WeightFormat.Q4G64)
 
 
 def _stored_bf16(sources: list[PlannedTensor]) -> bool:
     return all(source.info.dtype == "BF16" for source in sources)
 
 
-def _parts(source: PlannedTensor) -> list[Part]:
-    """A tensor as parts: one, but for packed FP8 experts, whose scale blocks start anew with each expert."""
-    shape = source.info.shape
-    if source.scale is None or len(shape) < 3:
-        rows = 1 if len(shape) == 1 else math.prod(shape[:-1])
-        return [Part(source, 0, rows)]
-    rows, scale_rows = shape[1], -(-shape[1] // SCALE_BLOCK)
-    return [Part(source, i * rows, rows, i * scale_rows) for i in range(shape[0])]
+def _parts(source: PlannedTensor, rows: Sequence[range] | None, cols: range | None) -> Iterator[Part]:
+    """A tensor as parts, `rows` and `cols` of each of its matrices: one part if all rows are taken and scale blocks do not start anew inside."""
+    *outer, height, width = source.info.shape if len(source.info.shape) > 1 else (1, *source.info.shape)
+    cols, count, scale_height = cols or range(width), math.prod(outer), -(-height // SCALE_BLOCK)
+    taken = _joined(rows or (range(height),))
+    if source.scale is None and taken == [range(height)]:
+        yield Part(source, 0, count * height, 0, cols)
+        return
+    for matrix in range(count):
+        for piece in taken:
+            for run in _block_runs(piece) if source.scale is not None else (piece,):
+                yield Part(source, matrix * height + run.start, len(run), matrix * scale_height + run.start // SCALE_BLOCK, cols)
+
+
+def _joined(rows: Sequence[range]) -> list[range]:
+    """The same rows, neighbours as one range."""
+    joined: list[range] = []
+    for run in rows:
+        if joined and joined[-1].stop == run.start:
+            run = range(joined.pop().start, run.stop)
+        joined.append(run)
+    return joined
+
+
+def _block_runs(rows: range) -> list[range]:
+    """The same rows, those before the first start of a scale block on their own."""
+    start = -(-rows.start // SCALE_BLOCK) * SCALE_BLOCK
+    return [run for run in (range(rows.start, min(start, rows.stop)), range(max(start, rows.start), rows.stop)) if len(run)]

@@ -13,16 +13,18 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from glm53.config import SCALE_BLOCK
 from glm53.errors import CheckpointError, DeviceMemoryError, HipError, human_bytes
 from glm53.hip import Array, Buffer, Device, Event, HostBuffer
+from glm53.hip.array import f32_from_e4m3
 from glm53.model.checkpoint import Checkpoint, TensorInfo
-from glm53.model.layout import ArrayPlan, Part, array_plans, format_notes
+from glm53.model.layout import ArrayPlan, Part, array_plans, format_notes, shard_widths
 from glm53.model.names import LoadPlan, match
 from glm53.ops import weights as ops
 from glm53.ops.matrix import Matrix, matrix_bytes
-from glm53.spec import DType, ModelSpec, WeightFormat
+from glm53.spec import WHOLE, DType, ModelSpec, Shard, WeightFormat
 
 CATEGORY = "weights"
 SLOT_BYTES_MAX = 16 << 20  # two slots on the host and two on the device: 64 MiB beside the model
@@ -95,11 +97,11 @@ class MtpWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model on one device."""
+    """All weights of a model on one device, or those of one side of a pair: then heads, I and the head's vocab are the side's."""
 
     embed: Array  # [vocab, hidden] f32 or bf16
     final_norm: Array  # [hidden] T
-    lm_head: Matrix  # [vocab, hidden] W; if tied and not quantised, of the same array as embed
+    lm_head: Matrix  # [vocab, hidden] W; if tied and not quantised, rows of the same array as embed
     layers: tuple[LayerWeights, ...]
     mtp: MtpWeights | None
     nbytes: int  # allocated on the device
@@ -121,22 +123,25 @@ def load_weights(
     check: bool = False,
     load_mtp: bool = False,
     weights: str = "auto",
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """Loads a checkpoint for activations of type `dtype` (F32 or BF16).
+    """Loads a checkpoint, or one side's share of it, for activations of type `dtype` (F32 or BF16).
 
     Args:
         progress: called after each piece with bytes done, bytes in all, and the tensor's name. With `check` the scan counts as well.
         check: look for NaN and infinity in every stored tensor first, MTP layer included.
         load_mtp: load the MTP layer too, if the checkpoint has it.
         weights: format of the matrices, auto, q8q4, bf16 or f32: `layout.array_plans`.
+        shard: the side of a pair; the bytes of both together are those of the whole, each split matrix by rows or columns.
 
     Raises:
+        InputError: the model cannot be shared by two devices (`layout.shard_widths`).
         CheckpointError: tensors that do not fit `spec`; with `check`, or where it is quantised, the tensor, count and first index of what is
             not finite.
         DeviceMemoryError: before anything is allocated, with what is needed and what is free.
     """
     plan = match(checkpoint, spec)
-    plans = array_plans(plan, dtype, load_mtp, weights)
+    plans = array_plans(plan, dtype, load_mtp, weights, shard)
     report = _Report(progress, _load_bytes(plans) + (_scan_bytes(plan) if check else 0))
     if check:
         check_finite(checkpoint, plan, report.add)
@@ -152,7 +157,7 @@ def load_weights(
     with _Loader(checkpoint, device, slot_bytes, scratch_bytes, report.add) as loader:
         for array_plan in plans:
             loader.load(array_plan)
-        return assemble(loader.items, plan.spec, (*plan.notes, *format_notes(plans)))
+        return assemble(loader.items, plan.spec, (*plan.notes, *format_notes(plans)), shard)
 
 
 def check_finite(checkpoint: Checkpoint, plan: LoadPlan, add: Callable[[int, str], None]) -> None:
@@ -201,21 +206,32 @@ class _Report:
             self.progress(self.done, self.total, name)
 
 
+def _scaled_on_host(part: Part) -> bool:
+    """Whether an FP8 part's columns start inside a scale block: kernels count blocks from the first column they are given."""
+    return part.source.scale is not None and part.cols.start % SCALE_BLOCK != 0
+
+
+def _staged_type(part: Part) -> DType:
+    return DType.F32 if _scaled_on_host(part) else _STORED[part.source.info.dtype]
+
+
 def _row_bytes(part: Part) -> int:
-    """Bytes of one source row; a vector is one row."""
-    shape, item_bytes = part.source.info.shape, _STORED[part.source.info.dtype].item_bytes
-    return shape[-1] * item_bytes
+    """Bytes of one staged row; a vector is one row."""
+    return len(part.cols) * _staged_type(part).item_bytes
 
 
-def _scale_bytes(part: Part) -> int:
-    """Bytes of all scales of a part."""
-    if part.source.scale is None:
-        return 0
-    return -(-part.rows // SCALE_BLOCK) * part.source.scale.shape[-1] * 4
+def _scale_cols(part: Part) -> range:
+    """Columns of the scale that belong to the part's; none without a scale."""
+    return range(0) if part.source.scale is None else range(part.cols.start // SCALE_BLOCK, -(-part.cols.stop // SCALE_BLOCK))
+
+
+def _scale_bytes(part: Part, rows: int) -> int:
+    """Bytes of the staged scales of `rows` rows that start with a scale block."""
+    return 0 if _scaled_on_host(part) else -(-rows // SCALE_BLOCK) * len(_scale_cols(part)) * 4
 
 
 def _load_bytes(plans: list[ArrayPlan]) -> int:
-    return sum(part.rows * _row_bytes(part) + _scale_bytes(part) for plan in plans for part in plan.parts)
+    return sum(part.rows * _row_bytes(part) + _scale_bytes(part, part.rows) for plan in plans for part in plan.parts)
 
 
 def _scan_bytes(plan: LoadPlan) -> int:
@@ -231,9 +247,8 @@ def _slot_bytes(plans: list[ArrayPlan]) -> int:
     largest = least = 0
     for part in (part for plan in plans for part in plan.parts):
         rows = 1 if part.source.scale is None else min(part.rows, SCALE_BLOCK)
-        scale_row = 0 if part.source.scale is None else part.source.scale.shape[-1] * 4
-        least = max(least, _align(rows * _row_bytes(part)) + _align(scale_row))
-        largest = max(largest, _align(part.rows * _row_bytes(part)) + _align(_scale_bytes(part)))
+        least = max(least, _align(rows * _row_bytes(part)) + _align(_scale_bytes(part, rows)))
+        largest = max(largest, _align(part.rows * _row_bytes(part)) + _align(_scale_bytes(part, part.rows)))
     return max(least, min(largest, SLOT_BYTES_MAX))
 
 
@@ -363,55 +378,77 @@ class _Loader:
 
     def _fill_part(self, part: Part, target: Matrix) -> None:
         """Copies and converts a part into `target` [part.rows, cols], in pieces that fit a slot; scaled ones are whole scale blocks."""
-        info, scale, row_bytes = part.source.info, part.source.scale, _row_bytes(part)
-        unit = SCALE_BLOCK if scale is not None else 1
-        unit_bytes = unit * row_bytes + (scale.shape[-1] * 4 if scale is not None else 0)
-        step = max(1, (self.slot_bytes - 2 * _ALIGN) // unit_bytes) * unit
+        unit = SCALE_BLOCK if part.source.scale is not None else 1
+        step = max(1, (self.slot_bytes - 2 * _ALIGN) // (unit * _row_bytes(part) + _scale_bytes(part, unit))) * unit
         for row in range(0, part.rows, step):
             rows = min(step, part.rows - row)
-            first = (part.source_row + row) * row_bytes
-            pieces = [(info, first, first + rows * row_bytes)]
-            if scale is not None:
-                scale_row_bytes = scale.shape[-1] * 4
-                first = (part.scale_row + row // SCALE_BLOCK) * scale_row_bytes
-                pieces.append((scale, first, first + -(-rows // SCALE_BLOCK) * scale_row_bytes))
-            self._piece(pieces, rows, target.rows(row, row + rows))
-            self.add(sum(stop - start for _, start, stop in pieces), info.name)
+            self._piece(part, row, target.rows(row, row + rows))
+            self.add(rows * _row_bytes(part) + _scale_bytes(part, rows), part.source.info.name)
 
-    def _piece(self, pieces: list[tuple[TensorInfo, int, int]], rows: int, target: Matrix) -> None:
+    def _piece(self, part: Part, row: int, target: Matrix) -> None:
+        """Rows of the part from `row` on into `target` [rows, cols], by way of the next slot."""
         slot = self.slots[self.turn]
         self.turn = 1 - self.turn
         if slot.busy:
             slot.event.synchronize()  # the device still reads the slot's host half until then
-        offsets, end = [], 0
-        for info, start, stop in pieces:
-            offsets.append(end)
-            np.copyto(slot.array[end : end + stop - start], self.checkpoint.bytes_of(info, start, stop))
-            self.checkpoint.release(info, start, stop)
-            end = _align(end + stop - start)
-        info, start, stop = pieces[0]
-        if len(pieces) == 1 and _STORED[info.dtype] is target.dtype:
-            self.stream.copy(target.codes.address, slot.host_address, stop - start)
+        rows = target.shape[0]
+        value_bytes, scale_bytes = rows * _row_bytes(part), _scale_bytes(part, rows)
+        values = slot.array[:value_bytes]
+        if _scaled_on_host(part):
+            self._stage_scaled(part, row, values.view(np.float32).reshape(rows, -1))
         else:
-            used = offsets[-1] + pieces[-1][2] - pieces[-1][1]
+            self._stage(part.source.info, part.source_row + row, part.cols, values.reshape(rows, -1))
+        staged, scale = _staged_type(part), None
+        if not scale_bytes and staged is target.dtype:
+            self.stream.copy(target.codes.address, slot.host_address, value_bytes)
+        else:
+            used = value_bytes
+            if scale_bytes:
+                assert part.source.scale is not None
+                at, blocks = _align(value_bytes), -(-rows // SCALE_BLOCK)
+                used = at + scale_bytes
+                staged_scale = slot.array[at:used].reshape(blocks, -1)
+                self._stage(part.source.scale, part.scale_row + row // SCALE_BLOCK, _scale_cols(part), staged_scale)
+                scale = Array(slot.device_buffer, DType.F32, (blocks, len(_scale_cols(part))), slot.device_offset + at)
             self.stream.copy(slot.device_buffer.address + slot.device_offset, slot.host_address, used)
-            source = Array(slot.device_buffer, _STORED[info.dtype], target.shape, slot.device_offset)
-            scale = None
-            if len(pieces) > 1:
-                scale_shape = (-(-rows // SCALE_BLOCK), pieces[1][0].shape[-1])
-                scale = Array(slot.device_buffer, DType.F32, scale_shape, slot.device_offset + offsets[1])
-            self._convert(source, scale, target)
+            self._convert(Array(slot.device_buffer, staged, target.shape, slot.device_offset), scale, target)
         slot.event.record(self.stream)
         slot.busy = True
+
+    def _stage(self, info: TensorInfo, row: int, cols: range, target: NDArray[np.uint8]) -> None:
+        """target [rows, bytes] = columns `cols` of a tensor's rows from `row` on."""
+        item_bytes = _STORED[info.dtype].item_bytes
+        row_bytes, rows = info.shape[-1] * item_bytes, target.shape[0]
+        start, stop = row * row_bytes, (row + rows) * row_bytes
+        stored = self.checkpoint.bytes_of(info, start, stop).reshape(rows, row_bytes)
+        np.copyto(target, stored[:, cols.start * item_bytes : cols.stop * item_bytes])
+        self.checkpoint.release(info, start, stop)
+
+    def _stage_scaled(self, part: Part, row: int, target: NDArray[np.float32]) -> None:
+        """target [rows, cols] = the values times their block scales: the f32 product that the kernels take."""
+        assert part.source.scale is not None
+        rows, cols, blocks = target.shape[0], part.cols, _scale_cols(part)
+        codes = np.empty((rows, len(cols)), np.uint8)
+        self._stage(part.source.info, part.source_row + row, cols, codes)
+        scales = np.empty((-(-rows // SCALE_BLOCK), len(blocks)), np.float32)
+        self._stage(part.source.scale, part.scale_row + row // SCALE_BLOCK, blocks, scales.view(np.uint8))
+        of_rows = np.arange(rows)[:, None] // SCALE_BLOCK
+        of_cols = np.arange(cols.start, cols.stop) // SCALE_BLOCK - blocks.start
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported by the device, or by `check`
+            np.multiply(f32_from_e4m3(codes), scales[of_rows, of_cols], out=target)
 
 
 def _buffers(items: dict[str, Item]) -> list[Buffer]:
     return [array.buffer for item in items.values() for array in (item.arrays if isinstance(item, Matrix) else (item,))]
 
 
-def assemble(items: dict[str, Item], spec: ModelSpec, notes: tuple[str, ...]) -> Weights:
-    """The arrays and matrices of `layout.array_plans`, by key, as `Weights`. Each has buffers of its own."""
+def assemble(items: dict[str, Item], spec: ModelSpec, notes: tuple[str, ...], shard: Shard = WHOLE) -> Weights:
+    """The arrays and matrices of `layout.array_plans`, by key, as `Weights`. Each has buffers of its own. spec: of the whole model."""
     values: dict[str, Any] = items
+    head = values.get("lm_head")
+    if head is None:
+        vocab = shard_widths(spec, shard).vocab
+        head = Matrix.plain(values["embed"] if shard == WHOLE else values["embed"].slice(vocab.start, vocab.stop))
     mtp = None
     if "mtp.enorm" in values:
         own = {name: values[f"mtp.{name}"] for name in ("enorm", "hnorm", "eh_proj", "norm")}
@@ -419,7 +456,7 @@ def assemble(items: dict[str, Item], spec: ModelSpec, notes: tuple[str, ...]) ->
     return Weights(
         embed=values["embed"],
         final_norm=values["final_norm"],
-        lm_head=values["lm_head"] if "lm_head" in values else Matrix.plain(values["embed"]),
+        lm_head=head,
         layers=tuple(_layer(values, f"layers.{i}.") for i in range(spec.n_layers)),
         mtp=mtp,
         nbytes=sum(item.nbytes for item in items.values()),

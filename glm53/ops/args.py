@@ -412,20 +412,31 @@ class expert_matmul_args(Args):
         ("pairs_per_row", c_uint32),  # top-k for gate/up (x per row), 1 for down (x per pair)
         ("n", c_uint32),
         ("k", c_uint32),
+        ("stride", c_uint32),  # between rows of x and of w: k, or more where a part of k is multiplied
     ]
 
 
 class expert_sum_args(Args):
-    """y[r] = residual[r] + T(T(sum over slots of weight * expert_out in f32) + shared[r]), slots ascending"""
+    """sum[r] = (sum over slots of weight * expert_out) + sum[r], in f32, slots ascending"""
 
     _fields_ = [
         ("expert_out", c_void_p),  # [rows, k, width] T
         ("weights", c_void_p),  # [rows, k] f32
-        ("shared", c_void_p),  # [rows, width] T
-        ("residual", c_void_p),  # [rows, width] T; may be y itself
-        ("y", c_void_p),  # [rows, width] T
+        ("sum", c_void_p),  # [rows, width] f32: the shared expert's, then both
         ("k", c_uint32),
         ("width", c_uint32),
+    ]
+
+
+class join_halves_args(Args):
+    """y = T(residual + T(low + high))"""
+
+    _fields_ = [
+        ("low", c_void_p),  # [count] f32
+        ("high", c_void_p),  # [count] f32
+        ("residual", c_void_p),  # [count] T; may be y itself
+        ("y", c_void_p),  # [count] T
+        ("count", c_uint64),
     ]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from glm53.hip import Array, Stream
 from glm53.ops.args import expert_matmul_args, expert_sort_args, expert_sum_args, router_args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
-from glm53.ops.matrix import Matrix, matrix_bytes
+from glm53.ops.halves import half_of
+from glm53.ops.matrix import GROUP, Matrix, matrix_bytes
 from glm53.spec import DType, WeightFormat
 
 _T = (DType.F32, DType.BF16)
@@ -93,11 +94,12 @@ def cost_expert_sort(pairs: int, experts: int) -> Cost:
     return Cost(bytes=4 * (3 * pairs + experts + 1), flops=0)
 
 
-def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, order: tuple[Array, Array]) -> None:
+def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, order: tuple[Array, Array], half: int | None = None) -> None:
     """y[r, s] = x[r] @ w[e]^T, or x[r, s] @ w[e]^T where x has slots of its own; e is the expert of the pair.
 
     x [rows, k] or [rows, slots, k] T, w [experts, n, k] W, y [rows, slots, n] T, order (offsets [experts + 1] i32, sorted_pairs [rows, slots] i32)
-    from expert_sort. Sums as matmul's; a pair's bits depend on its x and w only. Raises ContractError.
+    from expert_sort. half: 0 or 1, that part of k alone (`halves.half_of`). Sums as matmul's; a pair's bits depend on its x and w only. Raises
+    ContractError.
     """
     d = Dims("expert_matmul")
     offsets, sorted_pairs = order
@@ -110,16 +112,18 @@ def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, order: tuple[Ar
     d.match("y", y, "rows", "slots", "n", dtype=x.dtype)
     d.distinct("y", y, "x", x)
     n, k, pairs = d["n"], d["k"], d["rows"] * d["slots"]
+    first, count = (0, k) if half is None else half_of(k, half)
     args = expert_matmul_args(
-        x=x.address,
-        w=w.codes.address,
-        scales=w.scales_address,
+        x=x.address + first * x.dtype.item_bytes,
+        w=w.codes.address + first * w.format.bits // 8,
+        scales=w.scales_address and w.scales_address + first // GROUP * 2,
         y=y.address,
         w_expert_stride=n * k,
         pairs=pairs,
         pairs_per_row=1 if len(x.shape) == 3 else d["slots"],
         n=n,
-        k=k,
+        k=count,
+        stride=k,
     )
     d.match("offsets", offsets, d["experts"] + 1, dtype=DType.I32)
     name = variant("expert_matmul_tile", _VARIANTS, x.dtype, w.format)
@@ -132,30 +136,21 @@ def cost_expert_matmul(pairs: int, active_experts: int, n: int, k: int, item_byt
     return Cost(bytes=pairs * (n + k) * item_bytes + active_experts * matrix_bytes(format, (n, k)), flops=2 * pairs * n * k)
 
 
-def expert_sum(stream: Stream, expert_out: Array, weights: Array, shared: Array, residual: Array, y: Array) -> None:
-    """y[r] = residual[r] + T(T(sum_s weights[r, s] * expert_out[r, s]) + shared[r]), slots ascending, the sum in f32.
+def expert_sum(stream: Stream, expert_out: Array, weights: Array, total: Array) -> None:
+    """total[r] = (sum_s weights[r, s] * expert_out[r, s]) + total[r] in f32, slots ascending: of one half of the experts' down product.
 
-    expert_out [rows, slots, width] T, weights [rows, slots] f32, shared, residual, y [rows, width] T; y may be residual.
-    Rounding as transformers' grouped_mm experts. Raises ContractError.
+    expert_out [rows, slots, width] T, weights [rows, slots] f32, total [rows, width] f32, before: the shared expert's. Raises ContractError.
+    Source: rounding of transformers' grouped_mm experts, whose output is in T.
     """
     d = Dims("expert_sum")
     d.match("expert_out", expert_out, "rows", "slots", "width", dtype=_T)
     d.match("weights", weights, "rows", "slots", dtype=DType.F32)
-    for label, array in (("shared", shared), ("residual", residual), ("y", y)):
-        d.match(label, array, "rows", "width", dtype=expert_out.dtype)
-    d.distinct("y", y, "expert_out", expert_out)
+    d.match("total", total, "rows", "width", dtype=DType.F32)
+    d.distinct("total", total, "expert_out", expert_out)
     name = variant("expert_sum", ("f32", "bf16"), expert_out.dtype)
-    args = expert_sum_args(
-        expert_out=expert_out.address,
-        weights=weights.address,
-        shared=shared.address,
-        residual=residual.address,
-        y=y.address,
-        k=d["slots"],
-        width=d["width"],
-    )
+    args = expert_sum_args(expert_out=expert_out.address, weights=weights.address, sum=total.address, k=d["slots"], width=d["width"])
     launch(stream, name, (ceil_div(d["width"], stream.device.kernel(name).block), d["rows"], 1), args)
 
 
 def cost_expert_sum(rows: int, slots: int, width: int, item_bytes: int) -> Cost:
-    return Cost(bytes=rows * (width * (slots + 3) * item_bytes + 4 * slots), flops=rows * width * (2 * slots + 2))
+    return Cost(bytes=rows * (width * (slots * item_bytes + 8) + 4 * slots), flops=rows * width * (2 * slots + 1))

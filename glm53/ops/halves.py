@@ -1,4 +1,4 @@
-"""What two blocks need to add their halves of one product: step.hip and step_experts.hip, bf16 activations.
+"""Products in two halves of k: the sum of prompt rows (matmul.hip), and what two blocks need of a decode step (step_halves.hip, step_experts.hip).
 
 Products whose k a pair of devices shares (o, down) are computed as two halves of k, which are added in f32, on one device as on two
 (docs/decisions/0004-step-graph.md, Bits).
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glm53.hip import Array, Device
-from glm53.ops.contract import Dims, ceil_div
+from glm53.hip import Array, Device, Stream
+from glm53.ops.args import join_halves_args
+from glm53.ops.contract import Dims, ceil_div, launch
 from glm53.spec import DType
 
 _COLUMNS, _SUMS, _WAVES = 32, 256, 8  # COLS, HALF_SUMS and WAVES of wave_product.h
@@ -43,6 +44,30 @@ class Halves:
 def first_half(k: int) -> int:
     """Values of k in the first half: whole groups of 64."""
     return ceil_div(k, 128) * 64
+
+
+def half_of(k: int, half: int) -> tuple[int, int]:
+    """(first value, number of values) of half 0 or 1 of k. Half 1 of k up to 64 is empty."""
+    if half not in (0, 1):
+        raise ValueError(f"half is {half}, expected 0 or 1")
+    low = min(first_half(k), k)
+    return (low, k - low) if half else (0, low)
+
+
+def join(stream: Stream, low: Array, high: Array, residual: Array, y: Array) -> None:
+    """y = T(residual + T(low + high)): both halves of a product of prompt rows.
+
+    low, high [rows, n] f32, residual and y [rows, n] T, f32 or bf16; y may be residual. Enqueues one kernel. Raises ContractError.
+    """
+    d = Dims("join_halves")
+    for name, array in (("low", low), ("high", high)):
+        d.match(name, array, "rows", "n", dtype=DType.F32)
+    d.match("residual", residual, "rows", "n", dtype=(DType.F32, DType.BF16))
+    d.match("y", y, "rows", "n", dtype=residual.dtype)
+    count = d["rows"] * d["n"]
+    args = join_halves_args(low=low.address, high=high.address, residual=residual.address, y=y.address, count=count)
+    name = f"join_halves_{y.dtype.label}"
+    launch(stream, name, (ceil_div(count, stream.device.kernel(name).constants["values"]), 1, 1), args)
 
 
 def _sets(rows: int, n: int) -> int:

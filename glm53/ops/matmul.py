@@ -8,7 +8,8 @@ from __future__ import annotations
 from glm53.hip import Array, Stream
 from glm53.ops.args import matmul_args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
-from glm53.ops.matrix import Matrix
+from glm53.ops.halves import half_of
+from glm53.ops.matrix import GROUP, Matrix
 from glm53.spec import DType, WeightFormat
 
 _VARIANTS = (
@@ -41,6 +42,34 @@ def matmul(stream: Stream, x: Array, w: Matrix, y: Array, residual: Array | None
     rows, n, k = dims["rows"], dims["n"], dims["k"]
     residual_address = 0 if residual is None else residual.address
     args = matmul_args(x.address, w.codes.address, w.scales_address, residual_address, y.address, 0, 0, 0, rows, n, k, k, k, n)
+    _launch(stream, (x.dtype, w.format, y.dtype), args, batch=1)
+
+
+def matmul_half(stream: Stream, x: Array, w: Matrix, half: int, y: Array) -> None:
+    """y = x[:, part] w[:, part]^T, part the first half of k (0) or the rest (1), as `halves.half_of` divides it.
+
+    x [rows, k] X, w [n, k] W, y [rows, n] f32; x must not overlap y. Variants X_W: f32_W and bf16_W with any W. The other half and `halves.join`
+    complete the product. Enqueues one kernel. Raises ContractError.
+    """
+    dims = Dims("matmul_half")
+    dims.match("x", x, "rows", "k", dtype=_FLOATS)
+    dims.match("w", w, "n", "k")
+    dims.match("y", y, "rows", "n", dtype=DType.F32)
+    dims.distinct("x", x, "y", y)
+    rows, n, k = dims["rows"], dims["n"], dims["k"]
+    first, count = half_of(k, half)
+    args = matmul_args(
+        x=x.address + first * x.dtype.item_bytes,
+        w=w.codes.address + first * w.format.bits // 8,
+        scales=w.scales_address and w.scales_address + first // GROUP * 2,
+        y=y.address,
+        rows=rows,
+        n=n,
+        k=count,
+        x_stride=k,
+        w_stride=k,
+        y_stride=n,
+    )
     _launch(stream, (x.dtype, w.format, y.dtype), args, batch=1)
 
 

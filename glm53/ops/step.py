@@ -41,7 +41,7 @@ class Epilogue(enum.IntEnum):
     STORE_F32 = 1  # y = sum, f32
     ROPE = 2  # T(sum), then rotary embedding
     SILU = 3  # weight rows j and n + j: y[j] = T(T(silu(T(gate))) * T(up))
-    RESIDUAL = 4  # y = T(residual + T(sum))
+    RESIDUAL = 4  # f32: y = residual + sum; bf16: y = T(residual + the sums of both halves of k)
 
 
 @dataclass(frozen=True)
@@ -153,24 +153,28 @@ def gemv(
 ) -> None:
     """y_s = epilogue(h @ weight_s^T) for each of 1 to 4 segments, h = T(norm * T(x / sqrt(mean(x^2) + eps))), or x where norm is None.
 
-    x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows. residual [rows, n] T, of RESIDUAL segments, may be their y. halves: with
-    bf16 x, which wants them for a RESIDUAL segment, the only one then. positions [rows] i32,
-    below 2^21, negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and RowsPart. No output may overlap x or another
-    output. All weights have one format, but for the router's (RouterPart). k: any beside f32
-    x, with bf16 x a multiple of 8 from 64 on, quantised a multiple of 64.
+    x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows, with bf16 x of a launch with RouterPart alone. residual [rows, n] T, of RESIDUAL
+    segments, may be their y. halves: with bf16 x, which wants them for a RESIDUAL segment, the only one then. positions [rows] i32, below 2^21,
+    negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and RowsPart. No output may overlap x or another output. All weights
+    have one format, but for the router's (RouterPart). k: any beside f32 x, with bf16 x a multiple of 8 from 64 on, quantised a multiple of 64. bf16
+    x and norm start at multiples of 16 bytes; x enters scaled formats as integers of 16 bits a group (wave_product.h).
     Enqueues one kernel. Raises ContractError.
     """
     d = Dims("step_gemv")
     d.match("x", x, "rows", "k", dtype=_T)
     d.require(1 <= len(segments) <= SEGMENTS_MAX, f"got {len(segments)} segments, expected 1 to {SEGMENTS_MAX}")
+    _require_units(d, "x", x)
     args = step_gemv_args(x=x.address, x_stride=d["k"], rows=d["rows"], k=d["k"], eps=eps)
     if norm is not None:
         d.match("norm", norm, "k", dtype=x.dtype)
+        _require_units(d, "norm", norm)
         d.require(eps > 0, f"eps is {eps}, expected a positive number")
         args.norm = norm.address
     if h is not None:
         d.match("h", h, "rows", "k", dtype=x.dtype)
         d.require(norm is not None, "h is given, expected a norm with it: without one h is x")
+        stored = x.dtype is DType.F32 or isinstance(part, RouterPart)
+        d.require(stored, "h is given beside bf16 x without a RouterPart, expected None: only the router stores it; next: ops.basic.rms_norm")
         d.distinct("h", h, "x", x)
         args.h = h.address
     if positions is not None:
@@ -191,8 +195,8 @@ def gemv(
 def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | None = None) -> None:
     """y[r, h] = T(x[r, h, :k] @ weight[h]^T): one product a head, over the first k columns of each head of x.
 
-    x [rows, heads, columns] T, columns >= k; weight [heads, n, k]; y [rows, heads, n] T, which must not overlap x. part: FETCH or GIVE, whose
-    blocks run beside those of head 0. Enqueues one kernel. Raises ContractError.
+    x [rows, heads, columns] T, columns >= k, bf16: a multiple of 8, at a multiple of 16 bytes; weight [heads, n, k]; y [rows, heads, n] T, which must
+    not overlap x. part: FETCH or GIVE, whose blocks run beside those of head 0. Enqueues one kernel. Raises ContractError.
     """
     d = Dims("step_per_head")
     d.match("x", x, "rows", "heads", "columns", dtype=_T)
@@ -202,6 +206,7 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     d.match("y", y, "rows", "heads", "n", dtype=x.dtype)
     d.distinct("x", x, "y", y)
     heads, n, k, columns = (d[name] for name in ("heads", "n", "k", "columns"))
+    _require_units(d, "x", x)
     d.require(k <= columns, f"weight dim 2 is {k}, expected at most columns={columns} (bound by x dim 2)")
     d.require(part is None or isinstance(part, GivePart | FetchPart), f"part is {type(part).__name__}, expected GivePart or FetchPart")
     args = step_gemv_args(x=x.address, x_batch_stride=columns, y_batch_stride=n, x_stride=heads * columns, rows=d["rows"], k=k)
@@ -210,6 +215,12 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     _bind_part(d, args, part, x, ())
     kernel = _kernel(d, x.dtype, [weight], router=False, halves=False)
     launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, x.dtype, 1), 1, 1), args)
+
+
+def _require_units(d: Dims, name: str, array: Array) -> None:
+    """What the products of bf16 x read in 16 bytes: each row of `array`."""
+    fits = array.dtype is DType.F32 or (array.address % 16 == 0 and array.shape[-1] % 8 == 0)
+    d.require(fits, f"{name} has rows of {array.shape[-1]} at {array.address:#x}, expected multiples of 8 and of 16 beside bf16 x")
 
 
 def _kernel(d: Dims, dtype: DType, weights: Sequence[Matrix], router: bool, halves: bool) -> str:

@@ -114,8 +114,8 @@ class step_gemv_args(Args):
     """Up to four products of the same x: y_s[b, r, n] = x[b, r] @ w_s[b, n]^T, after an optional RMS norm of x, with an epilogue each, and a part
     that runs in extra blocks. Grid: (part_blocks + blocks of all segments, 1, batch); the part runs at block_z 0. Epilogues: 0 y in T; 1 y in
     f32; 2 RoPE on columns [rope_offset, rope_offset + rope_dim) of each head_stride columns, y in T; 3 SiLU: weight rows j and n + j give y[j]
-    = T(silu(gate)) * up; 4 y = T(residual + T(sum)). Parts: 0 none, 1 ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks), 5 PLACE. Decision 0004
-    has the order of additions."""
+    = T(silu(gate)) * up; 4 y = residual + sum, f32 (bf16: step_halves). Parts: 0 none, 1 ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks), 5
+    PLACE. Decision 0004 has the order of additions."""
 
     _fields_ = [
         ("x", c_void_p),  # [batch, rows, k] T
@@ -172,8 +172,8 @@ class step_experts_args(Args):
 
 
 class step_down_args(Args):
-    """y[r, c] = T(residual[r, c] + T(T(sum over slots ascending of weight * T(act @ down[expert]^T)) + T(shared_act @ shared_down^T))), as
-    expert_sum rounds."""
+    """y[r, c] = T(residual[r, c] + (sum over slots ascending of (weight * act) @ down[expert]^T + shared_act @ shared_down^T)) in f32; T f32: weight
+    times the slot's sum. Grid: (rows, blocks of columns; T bf16: 2 of each, for the halves of k)."""
 
     _fields_ = [
         ("act", c_void_p),  # [rows * slots, k] T

@@ -49,6 +49,14 @@ def _require_aligned(d: Dims, name: str, array: Array) -> None:
     d.require(array.address % 16 == 0, f"{name} is at address {array.address:#x}, expected a multiple of 16 where weights are quantised")
 
 
+def _require_wave(d: Dims, name: str, array: Array, weight_name: str, matrix: Matrix) -> None:
+    """What the products of bf16 activations read in 16 bytes: each row of `array` and of `matrix`."""
+    k = matrix.shape[-1]
+    d.require(k >= GROUP and k % 8 == 0, f"{weight_name} has k={k}, expected a multiple of 8, at least {GROUP}, beside bf16 activations")
+    for label, held in ((name, array), (f"{weight_name} codes", matrix.codes)):
+        d.require(held.address % 16 == 0, f"{label} is at address {held.address:#x}, expected a multiple of 16 beside bf16 activations")
+
+
 def _scales(matrix: Matrix) -> int | None:
     return None if matrix.scales is None else matrix.scales.address
 
@@ -57,8 +65,8 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
     """act[r, s] = T(T(silu(gate)) * up), gate and up = T(x[r] @ w^T) with the gate and the up rows of expert ids[r, s].
 
     x [rows, k] T, ids [rows, slots] i32, weight [experts, 2 * n, k] (n gate rows, then n up rows), act [rows, slots, n] T. An id outside
-    [0, experts) gives zeros. Formats: T f32: f32, bf16, q4g64; T bf16: bf16, q8g64, q4g64. At most 65,535 pairs; fast for few rows. Raises
-    ContractError. Source: as matmul and silu_mul round.
+    [0, experts) gives zeros. Formats: T f32: f32, bf16, q4g64; T bf16: bf16, q8g64, q4g64, with k a multiple of 8 from 64 on, x and codes at
+    multiples of 16 bytes. At most 65,535 pairs; fast for few rows. Raises ContractError. Source: as matmul and silu_mul round.
     """
     d = Dims("step_experts")
     d.match("x", x, "rows", "k", dtype=_T)
@@ -72,6 +80,8 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
     d.require(d["rows"] * d["slots"] <= _PAIRS_MAX, f"x has {d['rows']} rows of {d['slots']} slots, expected at most {_PAIRS_MAX:,} pairs")
     if weight.format.quantised:
         _require_aligned(d, "x", x)
+    if x.dtype is DType.BF16:
+        _require_wave(d, "x", x, "weight", weight)
     name = f"step_experts_{x.dtype.label}_{weight.format.label}"
     args = step_experts_args(
         x=x.address,
@@ -101,11 +111,13 @@ def down(
     y: Array,
     halves: Halves | None = None,
 ) -> None:
-    """y[r] = T(residual[r] + T(T(sum over s of weights[r, s] * T(act[r, s] @ down^T)) + T(shared_act[r] @ shared^T))), slots ascending.
+    """y[r] = T(residual[r] + (sum over s of (weights[r, s] * act[r, s]) @ down^T + shared_act[r] @ shared^T)), slots ascending, in f32.
 
     act [rows, slots, k] T, ids [rows, slots] i32, weights [rows, slots] f32, weight [experts, n, k], shared_act [rows, shared_k] T, shared
     [n, shared_k], residual and y [rows, n] T; y may be residual. slots <= 16. Formats of weight: as `experts`; of shared: bf16, q8g64 and, with
-    T f32, f32. An id outside [0, experts) adds zeros. Raises ContractError. Source: rounding of transformers' grouped_mm experts, as `expert_sum`.
+    T f32, f32. An id outside [0, experts) adds zeros. T bf16: k and shared_k as k of `experts`, as the addresses; weights * act enters scaled formats
+    as integers of 16 bits a group, plain ones as bf16; halves wanted. T f32: weights[r, s] multiplies the sum. Raises ContractError. Source: the
+    sum of transformers' grouped_mm experts, without its roundings to T on the way.
     """
     d = Dims("step_down")
     d.match("act", act, "rows", "slots", "k", dtype=_T)
@@ -124,6 +136,8 @@ def down(
         if matrix.format.quantised:
             _require_aligned(d, label, array)
     if act.dtype is DType.BF16:
+        _require_wave(d, "act", act, "weight", weight)
+        _require_wave(d, "shared_act", shared_act, "shared", shared)
         if halves is None:
             d.fail("halves is None, expected Halves beside bf16 act")
         halves.check(d, d["rows"], d["n"])

@@ -193,13 +193,13 @@ template <class X, class W> void expert_columns(const expert_matmul_args& a, uin
     uint32_t rows = pair_end - first < TILE_ROWS ? pair_end - first : TILE_ROWS;
     for (uint32_t p = 0; p < rows; p += PANEL) {
       auto row = [&](uint32_t i) {
-        return p + i < rows ? (const X*)a.x + (uint64_t)((uint32_t)sorted[first + p + i] / a.pairs_per_row) * a.k : nullptr;
+        return p + i < rows ? (const X*)a.x + (uint64_t)((uint32_t)sorted[first + p + i] / a.pairs_per_row) * a.stride : nullptr;
       };
       pack_panel<X>(row, a.k, r.x + (uint64_t)p * a.k);
     }
     for (uint32_t bx = begin; bx < end; bx++) {
       uint32_t col0 = bx * TILE_COLS, cols = a.n - col0 < TILE_COLS ? a.n - col0 : TILE_COLS;
-      Weights w = {a.w, (const uint16_t*)a.scales, (uint64_t)expert * a.w_expert_stride + (uint64_t)col0 * a.k, a.k};
+      Weights w = {a.w, (const uint16_t*)a.scales, (uint64_t)expert * a.w_expert_stride + (uint64_t)col0 * a.stride, a.stride};
       product<W>(r.x, w, rows, cols, a.k, r.w, r.acc);
       turn(r.acc, rows, cols, r.out);
       for (uint32_t i = 0; i < rows; i++) {

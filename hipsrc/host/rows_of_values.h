@@ -153,9 +153,17 @@ template <class T> bool expert_sum(const expert_sum_args& a, Blocks& b) {
     }
     for (uint32_t c = first; c < end; c++) {
       uint64_t at = row * a.width + c;
-      float moe = rounded<T>::of(rounded<T>::of(sums[c - first]) + load_f32((const T*)a.shared + at));
-      store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + moe);
+      ((float*)a.sum)[at] = sums[c - first] + ((const float*)a.sum)[at];
     }
+  }
+  return true;
+}
+
+// Grid: blocks of 1024 values.
+template <class T> bool join_halves(const join_halves_args& a, Blocks& b) {
+  const float *low = (const float*)a.low, *high = (const float*)a.high;
+  for (uint64_t i = b.first * 1024, end = b.last * 1024 < a.count ? b.last * 1024 : a.count; i < end; i++) {
+    store_f32((T*)a.y + i, load_f32((const T*)a.residual + i) + rounded<T>::of(low[i] + high[i]));
   }
   return true;
 }
@@ -175,6 +183,8 @@ FAST_KERNEL(embed_f32_bf16, embed_args, values::embed<float, bf16>);
 FAST_KERNEL(embed_bf16_bf16, embed_args, values::embed<bf16, bf16>);
 FAST_KERNEL(expert_sum_f32, expert_sum_args, values::expert_sum<float>);
 FAST_KERNEL(expert_sum_bf16, expert_sum_args, values::expert_sum<bf16>);
+FAST_KERNEL(join_halves_f32, join_halves_args, values::join_halves<float>);
+FAST_KERNEL(join_halves_bf16, join_halves_args, values::join_halves<bf16>);
 
 }  // namespace host
 }  // namespace

@@ -61,9 +61,9 @@ inline bool topk(const topk_args& a, Blocks& b) {
 }
 
 struct Expert {
-  uint32_t keys[routing::THREADS];
-  uint32_t groups[routing::THREADS];
-  float affinities[routing::THREADS];
+  uint32_t keys[routing::EXPERTS_MAX];
+  uint32_t groups[routing::EXPERTS_MAX];
+  float affinities[routing::EXPERTS_MAX];
   float picked[routing::SLOTS_MAX];
   uint32_t ids[routing::SLOTS_MAX];
 };

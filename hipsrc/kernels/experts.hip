@@ -1,9 +1,9 @@
 // experts.hip - the routed experts of a mixture-of-experts layer. A pair = row * k + slot is one row of the batch at one of its k experts.
 //   expert_sort           pairs grouped by expert, ascending inside a group
 //   expert_matmul_*       y[pair] = x[pair / pairs_per_row] @ w[expert of pair]^T, sums in f32, one rounding to X
-//   expert_sum            y[r] = residual[r] + T(T(sum_slot weight * expert_out[r, slot]) + shared[r])
+//   expert_sum            sum[r] = (sum_slot weight * expert_out[r, slot]) + sum[r], of one half of k
 // For prompt rows: decode rows have step_experts.hip. The products use matmul.hip's device functions and order, so a pair's bits depend on its own x
-// and w only. An expert without pairs costs one early exit. Rounding as transformers' grouped_mm: expert output in T, times f32 weight, summed in f32, cast once.
+// and w only. An expert without pairs costs one early exit. Rounding as transformers' grouped_mm: expert output in T, times f32 weight, summed in f32.
 #include "portable.h"
 #include "scan.h"
 
@@ -21,16 +21,16 @@ template <class X, class W> DEVICE void matmul_grouped(const expert_matmul_args&
   const int32_t* sorted = (const int32_t*)a.sorted_pairs;
   uint32_t row = thread_id() / 16 * 4, col = thread_id() % 16 * 4, loaded = thread_id() / 4;
   uint32_t cols = a.n - col0 < TILE_COLS ? a.n - col0 : TILE_COLS;
-  uint64_t at = (uint64_t)expert * a.w_expert_stride + (uint64_t)col0 * a.k;
+  uint64_t at = (uint64_t)expert * a.w_expert_stride + (uint64_t)col0 * a.stride;
   for (uint32_t first = begin; first < end; first += TILE_ROWS) {
     uint32_t rows = end - first < TILE_ROWS ? end - first : TILE_ROWS;
     // tile_load with stride 0: each work-item brings the pointer of the row it loads.
     const X* x = (const X*)a.x;
-    if (loaded < rows) x += (uint64_t)((uint32_t)sorted[first + loaded] / a.pairs_per_row) * a.k;
+    if (loaded < rows) x += (uint64_t)((uint32_t)sorted[first + loaded] / a.pairs_per_row) * a.stride;
     float acc[4][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
     for (uint32_t k0 = 0; k0 < a.k; k0 += TILE_K) {
       tile_load(xs, x, 0, rows, k0, a.k);
-      tile_load_weights<W>(ws, a.w, (const uint16_t*)a.scales, at, a.k, cols, k0, a.k);
+      tile_load_weights<W>(ws, a.w, (const uint16_t*)a.scales, at, a.stride, cols, k0, a.k);
       block_sync();
       if (row < rows && col < cols) tile_multiply(xs + row, ws + col, acc);
       block_sync();
@@ -54,8 +54,7 @@ template <class T> DEVICE void sum_slots(const expert_sum_args& a) {
     uint64_t pair = (uint64_t)row * a.k + slot;
     sum = fma_f32(((const float*)a.weights)[pair], load_f32((const T*)a.expert_out + pair * a.width + c), sum);
   }
-  float moe = rounded<T>::of(rounded<T>::of(sum) + load_f32((const T*)a.shared + at));
-  store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + moe);
+  ((float*)a.sum)[at] = sum + ((const float*)a.sum)[at];
 }
 
 }  // namespace experts

@@ -389,6 +389,7 @@ template <class T> DEVICE void finish_rows(const step_gemv_args& a, uint32_t r, 
 }
 
 // Part ROUTER, by every block of segment 0 when its logits are stored: the last one to come picks the experts of all rows.
+static_assert(gemv::THREADS / 32 * routing::SCRATCH_WORDS * 4 <= X_UNITS * 16, "the picks of all waves work in the LDS of x");
 template <class T> DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds) {
   const step_router_args& p = a.part_router;
   uint32_t* words = (uint32_t*)lds.x;
@@ -401,10 +402,9 @@ template <class T> DEVICE void route_last(const step_gemv_args& a, const Segment
   block_sync();
   if (thread_id() == 0) *(uint32_t*)p.arrivals = 0;
   router_args router = {s.y, p.bias, p.ids, p.weights, p.experts, p.k, p.n_group, p.topk_group, p.normalise, p.scaling};
-  for (uint32_t row = 0; row < a.rows; row++) {
-    routing::pick(router, row, {words, words + routing::THREADS, (float*)(words + 2 * routing::THREADS)});
-    block_sync();
-  }
+  block_sync();  // words[0]
+  words += tile_group() * routing::SCRATCH_WORDS;
+  for (uint32_t row = tile_group(); row < a.rows; row += gemv::THREADS / 32) routing::pick(router, row, {words, words + routing::EXPERTS_MAX});
 }
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {

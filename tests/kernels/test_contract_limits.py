@@ -162,5 +162,5 @@ def test_costs_at_the_released_widths() -> None:
     assert experts.cost_expert_sort(pairs=8, experts=256).bytes == 4 * (24 + 257)
     down = experts.cost_expert_matmul(pairs=8, active_experts=8, n=6144, k=2048, item_bytes=2, format=WeightFormat.BF16)
     assert (down.bytes, down.flops) == (8 * 2 * (6144 + 2048) + 8 * 2 * 6144 * 2048, 2 * 8 * 6144 * 2048)
-    assert experts.cost_expert_sum(rows=1, slots=8, width=6144, item_bytes=2).bytes == 6144 * 11 * 2 + 32
+    assert experts.cost_expert_sum(rows=1, slots=8, width=6144, item_bytes=2).bytes == 6144 * (8 * 2 + 8) + 32
     assert sampling.cost_sample(rows=1, vocab=154_880).bytes == 619_520

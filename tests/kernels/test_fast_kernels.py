@@ -15,7 +15,11 @@ from glm53.hip.module import Kernel, object_path
 
 Launch = Callable[..., None]
 # Buffers whose content after a launch means nothing, by field of the argument struct.
-SCRATCH = {"step_topk": ("entries", "entry_counts")}
+SCRATCH = {
+    "step_topk": ("entries", "entry_counts"),
+    **dict.fromkeys((f"step_halves_bf16_{weights}" for weights in ("bf16", "q8g64")), ("partial",)),
+    **dict.fromkeys((f"step_down_bf16_{weights}" for weights in ("bf16", "q8g64", "q4g64")), ("partial",)),
+}
 
 
 class HostKernel(ctypes.Structure):

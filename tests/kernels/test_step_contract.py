@@ -9,6 +9,7 @@ import pytest
 from glm53.hip import Array, Device
 from glm53.ops import step
 from glm53.ops.contract import ContractError
+from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
 from glm53.ops.step import Epilogue, Rope, Segment
 from glm53.spec import DType, RowFormat, WeightFormat
@@ -50,8 +51,8 @@ def test_weights_of_a_launch_have_one_format(device: Device, make: Make) -> None
             step.gemv(stream, x, [Segment(nibbles, y)])
     with pytest.raises(ContractError, match="weight 0 is f32, expected one of bf16, q8g64 beside bf16 x"):
         step.gemv(stream, make(BF16, 2, 128), [Segment(Matrix.plain(make(F32, 6, 128)), make(BF16, 2, 6))])
-    for k in (100, 56):
-        with pytest.raises(ContractError, match=f"weight 0 has k={k}"):
+    for k, text in ((100, "x has rows of 100"), (56, "weight 0 has k=56")):
+        with pytest.raises(ContractError, match=text):
             step.gemv(stream, make(BF16, 2, k), [Segment(Matrix.plain(make(BF16, 6, k)), make(BF16, 2, 6))])
 
 
@@ -62,6 +63,36 @@ def test_norm_and_h(device: Device, make: Make) -> None:
         step.gemv(stream, x, [segment], norm=make(F32, 64))
     with pytest.raises(ContractError, match="h is given, expected a norm with it"):
         step.gemv(stream, x, [segment], h=make(F32, 1, 64))
+
+
+def test_h_of_bf16_x_is_the_routers(device: Device, make: Make) -> None:
+    stream, x, norm = device.default_stream, make(BF16, 1, 64), make(BF16, 64)
+    with pytest.raises(ContractError, match="h is given beside bf16 x without a RouterPart"):
+        step.gemv(stream, x, [Segment(quantised(make, 4, 64), make(BF16, 1, 4))], norm=norm, eps=1e-6, h=make(BF16, 1, 64))
+
+
+def test_bf16_rows_are_read_in_16_bytes(device: Device, make: Make) -> None:
+    stream, x, y = device.default_stream, make(BF16, 2, 64), make(BF16, 2, 4)
+    segments = [Segment(quantised(make, 4, 64), y)]
+    with pytest.raises(ContractError, match=r"x has rows of 64 at .* expected multiples of 8 and of 16"):
+        step.gemv(stream, make(BF16, 136).slice(1, 129).reshape(2, 64), segments)
+    with pytest.raises(ContractError, match=r"norm has rows of 64 at .* expected multiples of 8 and of 16"):
+        step.gemv(stream, x, segments, norm=make(BF16, 72).slice(1, 65), eps=1e-6)
+    with pytest.raises(ContractError, match=r"x has rows of 68 at .* expected multiples of 8 and of 16"):
+        step.per_head(stream, make(BF16, 2, 3, 68), Matrix.plain(make(BF16, 3, 8, 64)), make(BF16, 2, 3, 8))
+
+
+def test_residual_of_bf16_x_is_alone_and_has_halves(device: Device, make: Make) -> None:
+    stream, x, y, z = device.default_stream, make(BF16, 9, 64), make(BF16, 9, 40), make(BF16, 9, 4)
+    residual = Segment(quantised(make, 40, 64), y, Epilogue.RESIDUAL)
+    with pytest.raises(ContractError, match="a RESIDUAL segment is one of 2, expected it alone"):
+        step.gemv(stream, x, [residual, Segment(quantised(make, 4, 64), z)], residual=y)
+    with pytest.raises(ContractError, match="halves is None, expected Halves"):
+        step.gemv(stream, x, [residual], residual=y)
+    with pytest.raises(ContractError, match="has no norm"):
+        step.gemv(stream, x, [residual], residual=y, norm=make(BF16, 64), eps=1e-6, halves=Halves(make(F32, 1), make(DType.U32, 1)))
+    with pytest.raises(ContractError, match=r"halves\.partial has 1 items, expected at least \d+ for 9 rows of 40 columns"):
+        step.gemv(stream, x, [residual], residual=y, halves=Halves(make(F32, 1), make(DType.U32, 64)))
 
 
 def test_rope_needs_even_numbers_and_positions(device: Device, make: Make) -> None:

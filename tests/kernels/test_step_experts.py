@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from glm53.check.case import Bench, draw
-from glm53.check.cases_step_experts import ROUTED, put_matrix
+from glm53.check.cases_step import put_halves, put_matrix
+from glm53.check.cases_step_experts import ROUTED
+from glm53.check.reference_step import Weights
 from glm53.check.reference_step_experts import draw_weights
 from glm53.hip import Device
 from glm53.ops import step_experts
@@ -23,15 +26,15 @@ Q4, Q8, PLAIN = WeightFormat.Q4G64, WeightFormat.Q8G64, WeightFormat.BF16
 @pytest.mark.parametrize("k", [192, 1088])
 def test_act_of_a_column_is_the_same_in_any_block(device: Device, k: int, weight_format: WeightFormat) -> None:
     n, few = 36, 5
-    codes, scales, _ = draw_weights(1, (2, 2, n, k), weight_format)
+    weights = draw_weights(1, (2, 2, n, k), weight_format)
     with Bench(device) as bench:
         x, ids = bench.put(draw(2, (1, k), DType.BF16), DType.BF16), bench.put(np.array([[1, 0]], np.int32))
 
         def act(count: int) -> np.ndarray:
-            some = codes[:, :, :count].reshape(2, 2 * count, -1)
-            some_scales = None if scales is None else scales[:, :, :count].reshape(2, 2 * count, -1)
+            scales = None if weights.scales is None else weights.scales[:, :, :count].reshape(2, 2 * count, -1)
+            some = Weights(weights.codes[:, :, :count].reshape(2, 2 * count, -1), scales, weight_format)
             out = bench.poison(DType.BF16, (1, 2, count))
-            step_experts.experts(bench.stream, x, ids, put_matrix(bench, some, some_scales, weight_format), out)
+            step_experts.experts(bench.stream, x, ids, put_matrix(bench, some), out)
             return bench.bits(out)
 
         np.testing.assert_array_equal(act(few), act(n)[:, :, :few])
@@ -42,19 +45,20 @@ def test_act_of_a_column_is_the_same_in_any_block(device: Device, k: int, weight
 def test_y_of_a_column_is_the_same_in_any_block(device: Device, k: int, weight_format: WeightFormat) -> None:
     n, few = 45, 37
     shared_format = PLAIN if weight_format is PLAIN else Q8
-    codes, scales, _ = draw_weights(1, (3, n, k), weight_format)
-    shared_codes, shared_scales, _ = draw_weights(2, (n, k), shared_format)
+    routed, shared = draw_weights(1, (3, n, k), weight_format), draw_weights(2, (n, k), shared_format)
     with Bench(device) as bench:
         act, shared_act = bench.put(draw(3, (1, 2, k), DType.BF16), DType.BF16), bench.put(draw(4, (1, k), DType.BF16), DType.BF16)
         ids, weights = bench.put(np.array([[2, 0]], np.int32)), bench.put(np.array([[0.75, 0.5]], np.float32))
-        residual = draw(5, (1, n), DType.BF16)
+        residual, halves = draw(5, (1, n), DType.BF16), put_halves(bench, 1, n)
+
+        def first_columns(w: Weights, count: int) -> Matrix:
+            return put_matrix(bench, Weights(w.codes[..., :count, :], None if w.scales is None else w.scales[..., :count, :], w.format))
 
         def y(count: int) -> np.ndarray:
-            weight = put_matrix(bench, codes[:, :count], None if scales is None else scales[:, :count], weight_format)
-            shared = put_matrix(bench, shared_codes[:count], None if shared_scales is None else shared_scales[:count], shared_format)
             out = bench.poison(DType.BF16, (1, count))
             held = bench.put(residual[:, :count], DType.BF16)
-            step_experts.down(bench.stream, act, ids, weights, weight, shared_act, shared, held, out)
+            few_routed, few_shared = first_columns(routed, count), first_columns(shared, count)
+            step_experts.down(bench.stream, act, ids, weights, few_routed, shared_act, few_shared, held, out, halves)
             return bench.bits(out)
 
         np.testing.assert_array_equal(y(few), y(n)[:, :few])
@@ -70,6 +74,7 @@ def down_arrays(bench: Bench, **changed: Any) -> dict[str, Any]:
         "shared": Matrix(bench.poison(DType.U8, (16, 64)), bench.poison(DType.U16, (16, 1)), Q8),
         "residual": bench.poison(DType.BF16, (2, 16)),
         "y": bench.poison(DType.BF16, (2, 16)),
+        "halves": put_halves(bench, 2, 16),
     }
     return arrays | changed
 
@@ -97,13 +102,17 @@ def test_down_refuses_what_does_not_fit(device: Device) -> None:
         refused("slots is 17, expected at most 16", **many)
         odd = bench.poison(DType.BF16, (1 + 2 * 64,)).slice(1, 129).reshape(2, 64)
         refused("shared_act is at address .* expected a multiple of 16", shared_act=odd)
+        refused("halves is None, expected Halves beside bf16 act", halves=None)
+        refused("halves.arrivals has 1 items, expected at least 2", halves=replace(put_halves(bench, 2, 16), arrivals=bench.poison(DType.U32, (1,))))
+        thin = {"shared": plain(bench.poison(DType.BF16, (16, 60))), "shared_act": bench.poison(DType.BF16, (2, 60))}
+        refused("shared has k=60, expected a multiple of 8, at least 64", **thin)
         act = bench.poison(DType.BF16, (2, 3, 128))
         refused("y and act overlap", act=act, y=act.view((2, 16)))
 
 
 def test_experts_refuses_what_does_not_fit(device: Device) -> None:
     with Bench(device) as bench:
-        x, ids = bench.poison(DType.BF16, (2, 128)), bench.poison(DType.I32, (2, 3))
+        x, ids, plain = bench.poison(DType.BF16, (2, 128)), bench.poison(DType.I32, (2, 3)), Matrix.plain
 
         def refused(match: str, weight: Matrix, act: Any = None) -> None:
             with pytest.raises(ContractError, match=match):
@@ -116,6 +125,11 @@ def test_experts_refuses_what_does_not_fit(device: Device) -> None:
         refused("act dim 2 is 16, expected n=8", Matrix.plain(bench.poison(DType.BF16, (4, 16, 128))))
         refused("weight dim 2 is 64, expected k=128", Matrix.plain(bench.poison(DType.BF16, (4, 32, 64))))
         refused("act is f32", weight, bench.poison(DType.F32, (2, 3, 16)))
+        x = bench.poison(DType.BF16, (2, 132))
+        refused("weight has k=132, expected a multiple of 8, at least 64", plain(bench.poison(DType.BF16, (4, 32, 132))))
+        x = bench.poison(DType.BF16, (2 * 128 + 1,)).slice(1, 257).reshape(2, 128)
+        refused("x is at address .* expected a multiple of 16", plain(bench.poison(DType.BF16, (4, 32, 128))))
+        x = bench.poison(DType.BF16, (2, 128))
         codes = bench.poison(DType.U8, (4 * 32 * 64 + 8,)).slice(8, 8 + 4 * 32 * 64).reshape(4, 32, 64)
         refused("codes is at address .* expected a multiple of 16", Matrix(codes, bench.poison(DType.U16, (4, 32, 2)), Q4))
 
