@@ -323,15 +323,18 @@ def inspect(model: Path, as_json: bool) -> None:
 @option("--runtime", group="Engine", type=click.Choice(["auto", "rocm", "cuda", "cpu"]), default="auto", show_default=True, help="HIP runtime.")
 @option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
 def devices(runtime: str, as_json: bool) -> None:
-    """List the devices of a runtime, why it was chosen and which code objects exist."""
+    """List the devices of a runtime, why it was chosen, which code objects exist, and the links between its devices, checked and measured."""
+    from glm53.check.links import link_matrix
     from glm53.hip import code_objects, list_devices
     from glm53.hip import runtime as hip_runtime
 
     info = hip_runtime.select(None if runtime == "auto" else runtime)
     rows = list_devices()
     objects = code_objects()
+    links = link_matrix()
     if as_json:
-        click.echo(json.dumps({"runtime": info.name, "library": str(info.library), "reason": info.reason, "devices": rows, "objects": objects}))
+        chosen = {"runtime": info.name, "library": str(info.library), "reason": info.reason}
+        click.echo(json.dumps(chosen | {"devices": rows, "links": links, "objects": objects}))
         return
     click.echo(f"runtime {info.name} ({info.reason})\nlibrary {info.library}")
     for row in rows:
@@ -339,7 +342,18 @@ def devices(runtime: str, as_json: bool) -> None:
             f"  {row['index']}: {row['name']}, {row['arch']}, {human_bytes(row['total_bytes'])}, {human_bytes(row['free_bytes'])} free, "
             f"code object {'present' if row['arch'] in objects else 'MISSING'}"
         )
+    for link in links:
+        click.echo(f"  {link['source']} -> {link['target']}: {link_line(link)}")
     click.echo("code objects: " + ", ".join(sorted(objects)))
+
+
+def link_line(link: dict[str, Any]) -> str:
+    """A row of the link matrix in words."""
+    access = "peer access" if link["peer_access"] else f"no peer access ({link['reason']})"
+    if not link["checked"]:
+        return access + ", not checked"
+    staged = "" if link["peer_access"] else ", staged through host memory"
+    return f"{access}{staged}, checked, {link['bytes_per_s'] / 1e9:.1f} GB/s, {link['latency_us']:.1f} us"
 
 
 @main.command(cls=Command, short_help="Check every kernel on a device.", epilog="Example: glm53 selftest --device 0\n\n" + EXIT_CODES)

@@ -62,3 +62,13 @@ class HipError(Glm53Error):
 
 class DeviceLost(HipError):
     """The device faulted and is lost for this process: its requests end, nothing more runs on it. Next step: restart the process."""
+
+
+class LinkError(Glm53Error):
+    """Two devices cannot pass bytes to each other in the way that was asked for: says which devices and what failed."""
+
+    exit_code = 5
+
+
+class LinkStuck(LinkError):
+    """Work between two devices does not end, so that nothing it uses can be freed. Next step: another process, without peer access."""

@@ -163,13 +163,19 @@ def can_access_peer(index: int, peer: int) -> bool:
     return bool(_check("hipDeviceCanAccessPeer", _hip.hipDeviceCanAccessPeer(index, peer)))
 
 
-def enable_peer(peer: int) -> None:
-    """Lets the current device reach `peer`'s memory; enabling twice is not an error."""
+def enable_peer(peer: int) -> bool:
+    """Lets the current device reach `peer`'s memory; False if it could already, which is not an error."""
     result = _hip.hipDeviceEnablePeerAccess(peer, 0)
     if int(result[0]) == literals.ERROR_PEER_ACCESS_ALREADY_ENABLED:
         _hip.hipGetLastError()
-        return
+        return False
     _check("hipDeviceEnablePeerAccess", result)
+    return True
+
+
+def disable_peer(peer: int) -> None:
+    """Ends what `enable_peer` began. No work that reaches `peer` may be under way."""
+    _check("hipDeviceDisablePeerAccess", _hip.hipDeviceDisablePeerAccess(peer))
 
 
 # Memory

@@ -209,10 +209,15 @@ class Device:
         """True if kernels here can be given access to `peer`'s memory."""
         return peer.index != self.index and calls.can_access_peer(self.index, peer.index)
 
-    def enable_peer(self, peer: Device) -> None:
-        """Lets kernels here read and write `peer`'s memory; again is not an error."""
+    def enable_peer(self, peer: Device) -> bool:
+        """Lets kernels here read and write `peer`'s memory; False if they could already, which is not an error."""
         with self.current():
-            calls.enable_peer(peer.index)
+            return calls.enable_peer(peer.index)
+
+    def disable_peer(self, peer: Device) -> None:
+        """Ends the access of all kernels here to `peer`'s memory. No work that uses it may be under way."""
+        with self.current():
+            calls.disable_peer(peer.index)
 
     # End
 

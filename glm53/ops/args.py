@@ -408,7 +408,6 @@ class expert_matmul_args(Args):
         ("offsets", c_void_p),  # [experts + 1] i32
         ("sorted_pairs", c_void_p),  # [pairs] i32
         ("w_expert_stride", c_uint64),
-        ("pairs", c_uint32),
         ("pairs_per_row", c_uint32),  # top-k for gate/up (x per row), 1 for down (x per pair)
         ("n", c_uint32),
         ("k", c_uint32),
@@ -429,15 +428,9 @@ class expert_sum_args(Args):
 
 
 class join_halves_args(Args):
-    """y = T(residual + T(low + high))"""
+    """y = T(residual + T(low + high)). low, high [count] f32, residual, y [count] T; y may be residual"""
 
-    _fields_ = [
-        ("low", c_void_p),  # [count] f32
-        ("high", c_void_p),  # [count] f32
-        ("residual", c_void_p),  # [count] T; may be y itself
-        ("y", c_void_p),  # [count] T
-        ("count", c_uint64),
-    ]
+    _fields_ = [("low", c_void_p), ("high", c_void_p), ("residual", c_void_p), ("y", c_void_p), ("count", c_uint64)]
 
 
 class sample_row(Args):

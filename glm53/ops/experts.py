@@ -111,7 +111,7 @@ def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, order: tuple[Ar
     d.match("w", w, "experts", "n", "k")
     d.match("y", y, "rows", "slots", "n", dtype=x.dtype)
     d.distinct("y", y, "x", x)
-    n, k, pairs = d["n"], d["k"], d["rows"] * d["slots"]
+    n, k = d["n"], d["k"]
     first, count = (0, k) if half is None else half_of(k, half)
     args = expert_matmul_args(
         x=x.address + first * x.dtype.item_bytes,
@@ -119,7 +119,6 @@ def expert_matmul(stream: Stream, x: Array, w: Matrix, y: Array, order: tuple[Ar
         scales=w.scales_address and w.scales_address + first // GROUP * 2,
         y=y.address,
         w_expert_stride=n * k,
-        pairs=pairs,
         pairs_per_row=1 if len(x.shape) == 3 else d["slots"],
         n=n,
         k=count,

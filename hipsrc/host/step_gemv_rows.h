@@ -125,7 +125,7 @@ DEVICE void store_row(const step_gemv_args& a, const Segment& s, Work& w, uint32
       c++;
       continue;
     }
-    store_f32(y + c, s.epilogue == step::RESIDUAL ? sums[c] + load_f32((const bf16*)a.residual + at + c) : sums[c]);
+    store_f32(y + c, sums[c]);
   }
 }
 

@@ -34,7 +34,8 @@ template <class W> bool run(const step_gemv_args& a, Blocks& b) {
   if (!x) return false;
   for (uint32_t r = 0; r < a.rows; r++) waves::prepare<W>((const bf16*)a.x + (uint64_t)r * a.x_stride, nullptr, 1.0f, a.k, x + r * pitch);
   for (uint32_t block = first, taken; block < last; block += taken) {  // those of one set of columns together: some rows of x
-    uint32_t set = block / turns, turn = block % turns, row = turn * ROWS, column = set * columns, count = n - column < columns ? n - column : columns;
+    uint32_t set = block / turns, turn = block % turns, row = turn * ROWS, column = set * columns;
+    uint32_t count = n - column < columns ? n - column : columns;
     taken = turns - turn < last - block ? turns - turn : last - block;
     uint32_t rows = taken * ROWS < a.rows - row ? taken * ROWS : a.rows - row;
     auto of = [&](uint32_t i) { return waves::weight_row<W>(a.codes[0], a.scales[0], column + i, a.k); };

@@ -1,5 +1,5 @@
-// step_router_rows.h - the router's logits of bf16 x for the fast host build, in the order of step.hip's multiply_router: 256 work-items, chunk c of 4
-// values is work-item c % 256's. Eight work-items are the lanes of a register.
+// step_router_rows.h - the router's logits of bf16 x for the fast host build, in the order of step.hip's multiply_router: 256 work-items, chunk c of
+// 4 values is work-item c % 256's. Eight work-items are the lanes of a register.
 #pragma once
 
 namespace {

@@ -225,7 +225,8 @@ template <class W> struct Sums<W, false> {
   __attribute__((always_inline)) lanes8 finish() const { return dot8_sums(chains); }
 };
 
-// Sums over `matrices` matrices, whose runs follow one another: eight rows of weights of each, times its row of x. A matrix without codes adds nothing.
+// Sums over `matrices` matrices, whose runs follow one another: eight rows of weights of each, times its row of x. A matrix without codes adds
+// nothing.
 template <class W> inline lanes8 eight_dots(const WeightRow (*rows)[LANES], const Row* x, uint32_t matrices, const Span& span, bool wide) {
   uint32_t begin = span.first / GROUP, groups = groups_in(span.end - span.first), per = (groups + RUN - 1) / RUN, waves = wide ? WAVES : 1;
   lanes8 total = {};
@@ -249,8 +250,8 @@ template <class W> inline lanes8 eight_dots(const WeightRow (*rows)[LANES], cons
   return total;
 }
 
-// sums[r * sums_pitch + i] of rows of weights row(i), i < count, and of `x_rows` prepared rows of x, one after the other. halves: as the sum of the two
-// halves of k. Eight at a time: sums_pitch is at least `count` in whole eights.
+// sums[r * sums_pitch + i] of rows of weights row(i), i < count, and of `x_rows` prepared rows of x, one after the other. halves: as the sum of the
+// two halves of k. Eight at a time: sums_pitch is at least `count` in whole eights.
 template <class W, class At>
 inline void dots(const At& row, uint32_t count, const float* x, uint32_t x_rows, uint32_t k, bool wide, bool halves, float* sums, size_t sums_pitch) {
   for (uint32_t i = 0; i < count; i += LANES) {

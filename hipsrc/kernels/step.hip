@@ -21,7 +21,7 @@ constexpr uint32_t COLS = gemv::THREADS / 32 * PAIR, COLS_SHORT = gemv::THREADS 
 constexpr uint32_t TILE_COLS = wave_product::COLS, TILE_COLS_SHORT = wave_product::WAVES * TILE_COLS;
 static_assert(COLS == 16 && COLS_SHORT == 128 && TILE_COLS == 32 && TILE_COLS_SHORT == 256, "the LAUNCH lines below and glm53/ops/step.py");
 
-constexpr uint32_t ROUTER_COLS = 2;  // of a block, T = bf16
+constexpr uint32_t ROUTER_COLS = 2, ROUTER_ROWS = 4;  // of a block, and rows of x that it takes at once, T = bf16
 
 constexpr uint32_t STORE = 0, STORE_F32 = 1, ROPE = 2, SILU = 3, RESIDUAL = 4;
 constexpr uint32_t PART_ROWS = 1, PART_GIVE = 2, PART_FETCH = 3, PART_ROUTER = 4, PART_PLACE = 5;
@@ -276,8 +276,8 @@ DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t 
     if (a.norm && chunk < chunks) load_pair(in_global((const bf16*)a.norm) + 4 * chunk, g[i]);
   }
   UNROLL
-  for (uint32_t r = 0; r < wave_product::ROWS; r++) {
-    if (r >= rows) continue;
+  for (uint32_t r = 0; r < ROUTER_ROWS; r++) {
+    if (r >= opaque(rows)) continue;  // opaque: else 8 conditions are kept in registers of the wave
     const bf16* x = in_global((const bf16*)a.x) + (uint64_t)(first_row + r) * a.x_stride;
     uint32_t v[EACH][2];
     UNROLL
@@ -299,7 +299,7 @@ DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t 
   }
 }
 DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, const Lds& lds) {
-  constexpr uint32_t ROWS = wave_product::ROWS, SPAN = 6 * 256, EACH = ROUTER_COLS + 1;
+  constexpr uint32_t ROWS = ROUTER_ROWS, SPAN = 6 * 256, EACH = ROUTER_COLS + 1;
   uint32_t t = thread_id(), blocks = (s.n + ROUTER_COLS - 1) / ROUTER_COLS;
   ROLLED
   for (uint32_t first = 0; first < a.rows; first += ROWS) {
@@ -309,7 +309,7 @@ DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, const Lds
     for (uint32_t span = 0; span < a.k / 4; span += SPAN) add_router_span(a, s, first, span, sums);
     UNROLL
     for (uint32_t r = 0; r < ROWS; r++) {
-      if (r >= rows) continue;
+      if (r >= opaque(rows)) continue;
       lanes_sum<32>(sums[r].of);
       UNROLL
       for (uint32_t i = 0; i < EACH; i++) {
