@@ -428,7 +428,7 @@ class expert_sum_args(Args):
 
 
 class join_halves_args(Args):
-    """y = T(residual + T(low + high)). low, high [count] f32, residual, y [count] T; y may be residual"""
+    """y = T(residual + (low + high)). low, high [count] f32, residual, y [count] T; y may be residual"""
 
     _fields_ = [("low", c_void_p), ("high", c_void_p), ("residual", c_void_p), ("y", c_void_p), ("count", c_uint64)]
 

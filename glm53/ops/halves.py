@@ -55,7 +55,7 @@ def half_of(k: int, half: int) -> tuple[int, int]:
 
 
 def join(stream: Stream, low: Array, high: Array, residual: Array, y: Array) -> None:
-    """y = T(residual + T(low + high)): both halves of a product of prompt rows.
+    """y = T(residual + (low + high)): both halves of a product of prompt rows.
 
     low, high [rows, n] f32, residual and y [rows, n] T, f32 or bf16; y may be residual. Enqueues one kernel. Raises ContractError.
     """

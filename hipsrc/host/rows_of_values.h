@@ -163,7 +163,7 @@ template <class T> bool expert_sum(const expert_sum_args& a, Blocks& b) {
 template <class T> bool join_halves(const join_halves_args& a, Blocks& b) {
   const float *low = (const float*)a.low, *high = (const float*)a.high;
   for (uint64_t i = b.first * 1024, end = b.last * 1024 < a.count ? b.last * 1024 : a.count; i < end; i++) {
-    store_f32((T*)a.y + i, load_f32((const T*)a.residual + i) + rounded<T>::of(low[i] + high[i]));
+    store_f32((T*)a.y + i, load_f32((const T*)a.residual + i) + (low[i] + high[i]));
   }
   return true;
 }

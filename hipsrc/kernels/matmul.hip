@@ -107,13 +107,13 @@ MATMUL_TILE(bf16_q8g64_bf16, bf16, q8g64_weights, bf16)
 // LAUNCH matmul_tile_bf16_q4g64_bf16 block=256 cols=64 rows=64
 MATMUL_TILE(bf16_q4g64_bf16, bf16, q4g64_weights, bf16)
 
-// The halves of a product's k, which two devices may have computed: y = T(residual + T(low + high)).
+// The halves of a product's k, which two devices may have computed: y = T(residual + (low + high)).
 template <class T> DEVICE void join_halves(const join_halves_args& a) {
   uint64_t at = (uint64_t)block_x() * 1024 + thread_id();
   UNROLL
   for (uint32_t i = 0; i < 4; i++, at += 256) {
     if (at >= a.count) return;
-    store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + rounded<T>::of(((const float*)a.low)[at] + ((const float*)a.high)[at]));
+    store_f32((T*)a.y + at, load_f32((const T*)a.residual + at) + (((const float*)a.low)[at] + ((const float*)a.high)[at]));
   }
 }
 // LAUNCH join_halves_f32 block=256 values=1024

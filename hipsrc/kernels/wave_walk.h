@@ -117,14 +117,16 @@ template <class W, class At> DEVICE void load_group(Walk<W>& walk, const Weights
     return;
   }
   Matrix m = at(walk.cursor.matrix);
-  uint32_t of_matrix = walk.cursor.run * RUN + group, last = groups_in(w) - 1u, end = w.k / PIECE - 1u - part();
+  uint32_t of_matrix = walk.cursor.run * RUN + group, last = groups_in(w) - 1u;
+  int32_t end = (int32_t)(w.k / PIECE) - 1 - (int32_t)part();  // below 0: even the first piece of this part is past k
   of_matrix = of_matrix < last ? of_matrix : last;
   UNROLL
   for (uint32_t i = 0; i < LOAD_ROWS; i++) {
     UNROLL
     for (uint32_t j = 0; j < SHARE / PIECE; j++) {
       uint32_t piece = of_matrix * (GROUP / PIECE) + j * PARTS;
-      const uint8_t* from = in_global(m.codes) + (uint64_t)(walk.at[i] + (W::SCALED || piece < end ? piece : end)) * UNIT;
+      if (!W::SCALED) piece = (uint32_t)((int32_t)piece < end ? (int32_t)piece : end);
+      const uint8_t* from = in_global(m.codes) + (uint64_t)(walk.at[i] + piece) * UNIT;
       load_piece<piece_words<W>>(from, walk.word[slot][i] + j * piece_words<W>);
     }
     if (W::SCALED) walk.scale[slot][i] = in_global(m.scales)[walk.at[i] / (GROUP / PIECE) + of_matrix];
