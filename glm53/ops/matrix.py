@@ -17,6 +17,7 @@ class Matrix:
 
     codes: F32 [.., n, k] f32; BF16 [.., n, k] bf16; Q8G64 [.., n, k] u8 (int8 bits); Q4G64 [.., n, k / 2] u8 (column 2j in the low nibble).
     scales: [.., n, k / 64] u16 (f16 bits) where the format is quantised, else None. Raises ValueError where these do not fit.
+    Products of decode steps may read weights before earlier launches of the stream have ended: whoever writes them synchronises afterwards.
     """
 
     codes: Array
