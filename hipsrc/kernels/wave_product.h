@@ -2,7 +2,7 @@
 // Formats: bf16, q8g64, q4g64 (weight_format.h). A GROUP is 64 consecutive k: what shares a scale. A RUN is 4 consecutive groups.
 //   wide     a block of 8 waves has one set of 32 columns; wave w adds the runs i with i % 8 == w, their groups ascending; the waves' sums are added
 //            in LDS in the order w = 0 .. 7
-//   else     each wave has 32 columns of its own, also rows of x of its own if it likes, and adds all groups, ascending
+//   else     each wave has 32 columns of its own and adds all groups, ascending
 // Scaled formats: x enters a group as integers q of 16 bits, x ~ q * 2^e, e chosen by the largest |x| of the group (put_x: values down to 1/64 of it
 // are exact). The sum of code * q over a group is an exact integer whatever adds it, and sum = fma(float(that), scale * 2^e, sum): outputs are the same
 // on every target. A group of x with a value that is not finite makes the output NaN.

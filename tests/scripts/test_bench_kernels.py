@@ -29,6 +29,7 @@ STEP_KERNELS = {
     "step_begin_bf16_bf16",
     "step_gemv_bf16_q8g64",
     "step_gemv_router_bf16_q8g64",
+    "step_halves_bf16_q8g64",
     "step_score_bf16",
     "step_topk",
     "step_attend_bf16_q8g64",
