@@ -34,18 +34,18 @@ class Result:
     seconds: float
 
 
-class _Broken(Exception):
+class Broken(Exception):
     """A promise was not kept; the text says which."""
 
 
-def _report(name: str, body: Callable[[ExitStack], str]) -> Result:
+def report(name: str, body: Callable[[ExitStack], str]) -> Result:
     """Runs `body`, which returns its detail or raises; what it put on the stack is freed unless a kernel is still running."""
     started = time.perf_counter()
     stack = ExitStack()
     try:
         with stack:
             detail, passed = body(stack), True
-    except (_Broken, Glm53Error) as error:
+    except (Broken, Glm53Error) as error:
         detail, passed = str(error).splitlines()[0], False
     return Result(name, passed, detail, time.perf_counter() - started)
 
@@ -93,16 +93,16 @@ def _finish(stack: ExitStack, *streams: Stream) -> None:
         while not stream.query():
             if time.monotonic() > deadline:
                 stack.pop_all()
-                raise _Broken(f"device {stream.device.index} did not finish in {HOST_SECONDS:.0f} s; its memory stays allocated")
+                raise Broken(f"device {stream.device.index} did not finish in {HOST_SECONDS:.0f} s; its memory stays allocated")
             time.sleep(0.0002)
         stream.synchronize()
 
 
 def _check_messages(sent: np.ndarray, received: np.ndarray, rounds: int, way: str) -> None:
     if received[1]:
-        raise _Broken(f"{way}: round {received[1]} had a stale or torn data word after its sequence number was seen")
+        raise Broken(f"{way}: round {received[1]} had a stale or torn data word after its sequence number was seen")
     if sent[0] != rounds or received[0] != rounds:
-        raise _Broken(f"{way}: {sent[0]} of {rounds} messages were echoed, {received[0]} received, before the poll budget ended")
+        raise Broken(f"{way}: {sent[0]} of {rounds} messages were echoed, {received[0]} received, before the poll budget ended")
 
 
 def peer_mailbox(device_a: Device, device_b: Device, rounds: int = 1000, budget: int = POLLS) -> Result:
@@ -124,14 +124,14 @@ def peer_mailbox(device_a: Device, device_b: Device, rounds: int = 1000, budget:
 
     def body(_stack: ExitStack) -> str:
         if not (device_a.can_access(device_b) and device_b.can_access(device_a)):
-            raise _Broken(f"devices {device_a.index} and {device_b.index} cannot access each other's memory")
+            raise Broken(f"devices {device_a.index} and {device_b.index} cannot access each other's memory")
         device_a.enable_peer(device_b)
         device_b.enable_peer(device_a)
         one_way(device_a, device_b)
         one_way(device_b, device_a)
         return f"{rounds} messages of {WORDS} words each way between devices {device_a.index} and {device_b.index}"
 
-    return _report("peer mailbox", body)
+    return report("peer mailbox", body)
 
 
 def _host_wait(word: np.ndarray, value: int, stream: Stream) -> bool:
@@ -181,7 +181,7 @@ def host_mailbox(device: Device, rounds: int = 1000, budget: int = POLLS) -> Res
         _check_messages(result.numpy(), received, rounds, f"device {device.index} to host")
         return f"{rounds} messages of {WORDS} words each way"
 
-    return _report("host mailbox", body)
+    return report("host mailbox", body)
 
 
 def _replayed(nodes: list[tuple[int, int]], slots: int, steps: np.ndarray) -> list[int]:
@@ -222,10 +222,10 @@ def graph_replay(device: Device, nodes: int = 2000, replays: int = 1000) -> Resu
         _finish(stack, stream)
         got, wanted = state.numpy().tolist(), _replayed(plan, slots, values)
         if got != wanted:
-            raise _Broken(f"{nodes} nodes replayed {replays} times: counters are {got}, expected {wanted}")
+            raise Broken(f"{nodes} nodes replayed {replays} times: counters are {got}, expected {wanted}")
         return f"{nodes} nodes replayed {replays} times"
 
-    return _report("graph replay", body)
+    return report("graph replay", body)
 
 
 def registered_memory(device: Device, byte_count: int = 1 << 20, rounds: int = 8) -> Result:
@@ -248,16 +248,16 @@ def registered_memory(device: Device, byte_count: int = 1 << 20, rounds: int = 8
             _finish(stack, stream)
             wrong = int((target.numpy() != values).sum())
             if wrong:
-                raise _Broken(f"round {number}: a kernel read {wrong} of {values.size} words wrong (stale if round > 0)")
+                raise Broken(f"round {number}: a kernel read {wrong} of {values.size} words wrong (stale if round > 0)")
             memory[:] = 0
             litmus.copy_words(stream, target.address, buffer.device_address, byte_count // 16)
             _finish(stack, stream)
             wrong = int((memory.view(np.uint64) != values).sum())
             if wrong:
-                raise _Broken(f"round {number}: the host saw {wrong} of {values.size} words that a kernel stored wrong")
+                raise Broken(f"round {number}: the host saw {wrong} of {values.size} words that a kernel stored wrong")
         return f"{rounds} rounds of {byte_count} bytes read and written in place"
 
-    return _report("registered memory", body)
+    return report("registered memory", body)
 
 
 def copy_2d(device: Device) -> Result:
@@ -273,13 +273,13 @@ def copy_2d(device: Device) -> Result:
         _finish(stack, stream)
         wanted = host.array.reshape(height, host_pitch)[:, :width]
         if not np.array_equal(back.array.reshape(height, width), wanted):
-            raise _Broken(f"{height} rows of {width} bytes came back different")
+            raise Broken(f"{height} rows of {width} bytes came back different")
         gaps = target.numpy().view(np.uint8).reshape(height, device_pitch)[:, width:]
         if gaps.any():
-            raise _Broken("a strided copy wrote between the rows")
+            raise Broken("a strided copy wrote between the rows")
         return f"{height} rows of {width} bytes, pitches {host_pitch} and {device_pitch}"
 
-    return _report("2D copies", body)
+    return report("2D copies", body)
 
 
 def streams_events(device: Device, rounds: int = 50) -> Result:
@@ -303,12 +303,12 @@ def streams_events(device: Device, rounds: int = 50) -> Result:
         _finish(stack, *streams)
         wanted = _replayed([(0, 0), (0, 1)], 1, np.tile(np.array([[3, 5]], np.uint64), (rounds, 1)))
         if state.numpy().tolist() != wanted:
-            raise _Broken(f"{2 * rounds} turns ordered by events ran in another order")
+            raise Broken(f"{2 * rounds} turns ordered by events ran in another order")
         if not all(event.query() for event in events):
-            raise _Broken("an event has not happened although its stream is empty")
+            raise Broken("an event has not happened although its stream is empty")
         elapsed = events[-1].elapsed_us(events[0])
         if elapsed < 0:
-            raise _Broken(f"time stamps run backwards: {elapsed:.1f} us")
+            raise Broken(f"time stamps run backwards: {elapsed:.1f} us")
         return f"{2 * rounds} turns of two streams in order, {elapsed / (2 * rounds - 1):.1f} us a turn"
 
-    return _report("streams and events", body)
+    return report("streams and events", body)

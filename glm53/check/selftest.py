@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
-from glm53.check import litmus
+from glm53.check import links, litmus
 from glm53.check.case import all_cases
 from glm53.errors import Glm53Error
 from glm53.hip import Device, code_objects, list_devices, runtime
@@ -132,12 +132,12 @@ def _litmus_loops(device: Device) -> list[Callable[[], Line]]:
     others = [row["index"] for row in list_devices() if row["index"] != device.index]
     if others:
 
-        def peers() -> Line:
+        def with_other(loop: Callable[[Device, Device], litmus.Result]) -> Line:
             other = Device(others[0])
             try:
-                return line(litmus.peer_mailbox(device, other, rounds=1000))
+                return line(loop(device, other))
             finally:
                 other.close(free_buffers=True)
 
-        loops.append(peers)
+        loops += [lambda: with_other(litmus.peer_mailbox), lambda: with_other(links.sum_exchange)]
     return loops

@@ -28,7 +28,8 @@
 //   wave32_prefix(v, &total)            exclusive prefix sum of integers over 32 aligned lanes
 //   wave32_max(v)                       the largest of 32 aligned lanes, u64, in each of them
 //   lanes_sum<LANES>(values)              sums of several f32 at once over a group of lanes
-//   store_system/load_system, fence_system, spin_until        exchange with another device or the host
+//   store_system/load_system, fence_system, spin_until        exchange with another device or the host: release and acquire
+//   store_word_system/load_word_system  likewise of words that say themselves what they are: 8 bytes at once, no order among them
 //   tile16, tile_a, tile_b, tile_add     16 x 16 x 16 matrix tiles (portable_tiles.h)
 //   bytes_bf16(word, i)                signed bytes i and i + 2 of a word as a pair of bf16, on sm_90
 //   pointer_from<T>(address, bytes)     a pointer that was read from memory (extent table, plan); checked on the host

@@ -110,6 +110,10 @@ DEVICE uint64_t load_system(const uint64_t* p) {
 DEVICE uint32_t load_system(const uint32_t* p) {
   return cuda::atomic_ref<uint32_t, cuda::thread_scope_system>(*const_cast<uint32_t*>(p)).load(cuda::memory_order_acquire);
 }
+DEVICE void store_word_system(uint64_t* p, uint64_t v) { cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*p).store(v, cuda::memory_order_relaxed); }
+DEVICE uint64_t load_word_system(const uint64_t* p) {
+  return cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*const_cast<uint64_t*>(p)).load(cuda::memory_order_relaxed);
+}
 DEVICE void fence_device() { __threadfence(); }
 DEVICE void fence_system() { __threadfence_system(); }
 DEVICE void give_way() { __nanosleep(100); }

@@ -191,6 +191,8 @@ DEVICE void store_system(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATO
 DEVICE void store_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE uint64_t load_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 DEVICE uint32_t load_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+DEVICE void store_word_system(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+DEVICE uint64_t load_word_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) { return (v & mask) | bits; }
 template <uint32_t A, uint32_t B, uint32_t C, uint32_t D> DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high) {

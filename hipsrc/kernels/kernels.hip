@@ -30,6 +30,7 @@
 #include "experts.hip"
 #include "step_experts.hip"
 #include "sampling.hip"
+#include "exchange.hip"
 #if defined(GLM53_HOST)
 #include "../host/fast.h"
 #endif
