@@ -16,7 +16,7 @@ import yaml
 
 from glm53.hip.module import manifest
 from glm53.hip.runtime import native_directory
-from glm53.ops import step_args
+from glm53.ops import pair_args, step_args
 from glm53.ops.args import Args
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,7 +143,7 @@ def test_host_table_agrees_with_the_manifest_and_the_structs() -> None:
 
 
 def test_argument_structs_have_no_gaps() -> None:
-    assert step_args.step_gemv_args in Args.__subclasses__()
+    assert {step_args.step_gemv_args, pair_args.exchange_args} <= set(Args.__subclasses__())
     for struct in Args.__subclasses__():
         fields = [getattr(struct, field[0]) for field in struct._fields_]
         ends = [field.offset + field.size for field in fields]
