@@ -91,7 +91,7 @@ def run_experts(case: Experts, device: Device) -> Comparison:
         return compare("act", bench.read(check_rows(bench, case.rows, call)), want, _tolerance(case.dtype, device, case.format), scale)
 
 
-def _draw_down(case: Down) -> reference.DownInputs:
+def draw_down(case: Down) -> reference.DownInputs:
     return reference.DownInputs(
         act=draw(61, (case.rows, case.slots, case.k), case.dtype),
         weights=reference.draw_weights(65, (case.experts, case.n, case.k), case.format),
@@ -113,7 +113,7 @@ def _compare_down(case: Down, i: reference.DownInputs, y: np.ndarray, device: De
 
 
 def run_down(case: Down, device: Device) -> Comparison:
-    i = _draw_down(case)
+    i = draw_down(case)
     with Bench(device) as bench:
         weight, shared = put_matrix(bench, i.weights), put_matrix(bench, i.shared)
         halves = put_halves(bench, case.rows, case.n) if case.dtype is DType.BF16 else None

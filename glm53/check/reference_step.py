@@ -61,10 +61,10 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
 
 
-def sums(x: np.ndarray, weights: Weights) -> np.ndarray:
-    """x [.., rows, k] float32 times weights [.., n, k]: [.., rows, n] float32, bit for bit in the order of the kernels."""
+def sums(x: np.ndarray, weights: Weights, wide: bool | None = None) -> np.ndarray:
+    """x [.., rows, k] float32 times weights [.., n, k]: [.., rows, n] float32, bit for bit in the kernels' order. wide: 32 lanes; by k if None."""
     k, chunk = x.shape[-1], CHUNK[weights.format]
-    lanes = 32 if k >= LONG_K else 4
+    lanes = 32 if (k >= LONG_K if wide is None else wide) else 4
     rounds = -(-k // (lanes * chunk))
     padding = [(0, 0)] * (x.ndim - 1) + [(0, rounds * lanes * chunk - k)]
     wide_x = np.pad(x, padding).reshape(*x.shape[:-1], 1, rounds, lanes, chunk)
@@ -165,11 +165,17 @@ def halves_of(x: np.ndarray, weights: Weights) -> list[tuple[np.ndarray, Weights
     return halves
 
 
-def half_sums(x: np.ndarray, weights: Weights) -> np.ndarray:
-    """The product as the sum of those of its halves; wide if the first half is."""
+def half_sums(x: np.ndarray, weights: Weights, dtype: DType) -> np.ndarray:
+    """The product of dtype x as the sum of those of its halves; wide if the first half is."""
     low, high = halves_of(x, weights)
     wide = low[0].shape[-1] >= LONG_K
-    return tile_sums_of([low], wide) + (tile_sums_of([high], wide) if high[0].shape[-1] else np.float32(0))
+
+    def product(half: tuple[np.ndarray, Weights]) -> np.ndarray | np.float32:
+        if not half[0].shape[-1]:
+            return np.float32(0)
+        return sums(*half, wide) if dtype is DType.F32 else tile_sums_of([half], wide)
+
+    return np.asarray(product(low) + product(high))
 
 
 def _scale(squares: np.ndarray, k: int, eps: float) -> np.ndarray:

@@ -8,7 +8,6 @@ import numpy as np
 
 from glm53.check import reference_step
 from glm53.check.case import round_to
-from glm53.check.reference_experts import expert_sum
 from glm53.check.reference_step import Weights
 from glm53.spec import DType, WeightFormat
 
@@ -108,10 +107,17 @@ def down_exact(i: DownInputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def down_f32(i: DownInputs) -> np.ndarray:
-    """y [rows, n] of f32 activations: the sum of a slot, times its weight, slots ascending."""
-    sums, _ = products(i.act, i.weights.values, i.ids)
-    common = i.shared_act.astype(np.float64) @ i.shared.values.T
-    return expert_sum(sums.astype(np.float32), i.mix, common.astype(np.float32), i.residual, DType.F32)
+    """y [rows, n] of f32 activations: of each half of k the sum of a slot, times its weight, slots ascending, and the shared expert's."""
+    halves = []
+    for (act, weights), shared in zip(reference_step.halves_of(i.act, i.weights), reference_step.halves_of(i.shared_act, i.shared), strict=True):
+        sums, _ = products(act, weights.values, i.ids)
+        total = np.zeros_like(i.residual)
+        for slot in range(i.ids.shape[1]):
+            mixed = i.mix[:, slot, None].astype(np.float64) * sums[:, slot].astype(np.float32).astype(np.float64)
+            total = (mixed + total).astype(np.float32)
+        common = shared[0].astype(np.float64) @ shared[1].values.T
+        halves.append(total + common.astype(np.float32))
+    return i.residual + (halves[0] + halves[1])
 
 
 def down_bf16(i: DownInputs) -> np.ndarray:

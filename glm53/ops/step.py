@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from glm53.hip import Array, Stream
 from glm53.ops.args import fetch_args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
-from glm53.ops.halves import Halves, first_half
+from glm53.ops.halves import Halves, first_half, half_of
 from glm53.ops.history import ExtentLayout
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
@@ -25,7 +25,7 @@ from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 SEGMENTS_MAX = 4
 _T = (DType.F32, DType.BF16)
 _FORMATS = {DType.F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64), DType.BF16: (WeightFormat.BF16, WeightFormat.Q8G64)}
-LONG_K = 1024  # the constants of the LAUNCH lines in step.hip: from this k on the lower of
+LONG_K = 1024  # the constants of the LAUNCH lines in step.hip: products of this k on are wide and take the lower of
 COLUMNS = {DType.F32: (16, 128), DType.BF16: (32, 256)}  # rows of weights a block; f32 also the router's
 TILE_ROWS = 8  # rows of bf16 x a block
 ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
@@ -41,7 +41,7 @@ class Epilogue(enum.IntEnum):
     STORE_F32 = 1  # y = sum, f32
     ROPE = 2  # T(sum), then rotary embedding
     SILU = 3  # weight rows j and n + j: y[j] = T(T(silu(T(gate))) * T(up))
-    RESIDUAL = 4  # f32: y = residual + sum; bf16: y = T(residual + the sums of both halves of k)
+    RESIDUAL = 4  # y = T(residual + (sum of the first half of k + sum of the rest)), as halves.half_of divides k
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,17 @@ def gemv(
     h: Array | None = None,
     residual: Array | None = None,
     halves: Halves | None = None,
+    whole_k: int | None = None,
     positions: Array | None = None,
     inv_freq: Array | None = None,
     part: Part | None = None,
 ) -> None:
     """y_s = epilogue(h @ weight_s^T) for each of 1 to 4 segments, h = T(norm * T(x / sqrt(mean(x^2) + eps))), or x where norm is None.
 
-    x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows, with bf16 x of a launch with RouterPart alone. residual [rows, n] T, of RESIDUAL
-    segments, may be their y. halves: with bf16 x, which wants them for a RESIDUAL segment, the only one then. positions [rows] i32, below 2^21,
+    x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows, with bf16 x of a launch with RouterPart alone. residual [rows, n] T, of a
+    RESIDUAL segment, which is the only one and has no norm, may be its y; bf16 x wants halves with it. whole_k: x and weights are one half
+    (halves.half_of) of a product of that many k, on a device of a pair: the sums have the bits of that half inside RESIDUAL, halves.join adds both;
+    STORE_F32 segments alone, no norm. positions [rows] i32, below 2^21,
     negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and RowsPart. No output may overlap x or another output. All weights
     have one format, but for the router's (RouterPart). k: any beside f32 x, with bf16 x a multiple of 8 from 64 on, quantised a multiple of 64. bf16
     x and norm start at multiples of 16 bytes; x enters scaled formats as integers of 16 bits a group (wave_product.h).
@@ -185,8 +188,9 @@ def gemv(
         args.inv_freq, args.rope_dim = inv_freq.address, 2 * d["rope pairs"]
     for index, segment in enumerate(segments):
         _bind_segment(d, args, index, segment, x, residual)
-    if x.dtype is DType.BF16:
-        _bind_halves(d, args, segments, halves, norm, part)
+    _bind_wide(d, args, segments, whole_k, norm)
+    if any(segment.epilogue is Epilogue.RESIDUAL for segment in segments):
+        _bind_halves(d, args, x.dtype, segments, halves, norm, part)
     _bind_part(d, args, part, x, segments)
     kernel = _kernel(d, x.dtype, [segment.weight for segment in segments], isinstance(part, RouterPart), bool(args.partial))
     launch(stream, kernel, (args.part_blocks + _product_blocks(args, x.dtype, len(segments)), 1, 1), args)
@@ -210,6 +214,7 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     d.require(k <= columns, f"weight dim 2 is {k}, expected at most columns={columns} (bound by x dim 2)")
     d.require(part is None or isinstance(part, GivePart | FetchPart), f"part is {type(part).__name__}, expected GivePart or FetchPart")
     args = step_gemv_args(x=x.address, x_batch_stride=columns, y_batch_stride=n, x_stride=heads * columns, rows=d["rows"], k=k)
+    args.wide = int(k >= LONG_K)
     _bind_matrix(d, args, 0, weight)
     args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
     _bind_part(d, args, part, x, ())
@@ -286,11 +291,25 @@ def _require_rope(d: Dims, args: step_gemv_args, dim: int, who: str) -> None:
     d.require(args.rope_dim == dim, f"{who} turns {dim} columns, expected {args.rope_dim} (bound by inv_freq dim 0)")
 
 
-def _bind_halves(d: Dims, args: step_gemv_args, segments: Sequence[Segment], halves: Halves | None, norm: Array | None, part: Part | None) -> None:
-    if not any(segment.epilogue is Epilogue.RESIDUAL for segment in segments):
+def _bind_wide(d: Dims, args: step_gemv_args, segments: Sequence[Segment], whole_k: int | None, norm: Array | None) -> None:
+    """Which of the two orders of additions the launch has."""
+    k = args.k
+    if whole_k is not None:
+        parts = [half_of(whole_k, half)[1] for half in range(2)]
+        d.require(k in parts, f"k is {k}, expected {parts[0]} or {parts[1]}, a half of whole_k={whole_k}")
+        stored = norm is None and all(segment.epilogue is Epilogue.STORE_F32 for segment in segments)
+        d.require(stored, "whole_k is given, expected STORE_F32 segments and no norm: a half of a product is neither normed nor rounded")
+    halved = whole_k if whole_k is not None else k if any(segment.epilogue is Epilogue.RESIDUAL for segment in segments) else None
+    args.wide = int((k if halved is None else first_half(halved)) >= LONG_K)
+
+
+def _bind_halves(
+    d: Dims, args: step_gemv_args, dtype: DType, segments: Sequence[Segment], halves: Halves | None, norm: Array | None, part: Part | None
+) -> None:
+    d.require(len(segments) == 1, f"a RESIDUAL segment is one of {len(segments)}, expected it alone")
+    d.require(norm is None and (part is None or isinstance(part, FetchPart)), "a RESIDUAL segment has no norm and no part but FETCH")
+    if dtype is DType.F32:  # one block computes both
         return
-    d.require(len(segments) == 1, f"a RESIDUAL segment is one of {len(segments)}, expected it alone beside bf16 x")
-    d.require(norm is None and (part is None or isinstance(part, FetchPart)), "a RESIDUAL segment beside bf16 x has no norm and no part but FETCH")
     if halves is None:
         d.fail("segment 0 is RESIDUAL and halves is None, expected Halves beside bf16 x")
     halves.check(d, d["rows"], d["n0"])
@@ -300,13 +319,12 @@ def _bind_halves(d: Dims, args: step_gemv_args, segments: Sequence[Segment], hal
 def _product_blocks(args: step_gemv_args, dtype: DType, segments: int) -> int:
     """Blocks of the products of one batch."""
     blocks, halves = 0, 2 if args.partial else 1
-    k = first_half(args.k) if args.partial else args.k
     for index in range(segments):
         if dtype is DType.BF16 and args.part == _PART_ROUTER and index == 0:
             blocks += ceil_div(args.n[0], ROUTER_COLUMNS)
             continue
         scalar = dtype is DType.F32
-        columns = COLUMNS[DType.F32 if scalar else dtype][int(k < LONG_K)]
+        columns = COLUMNS[DType.F32 if scalar else dtype][0 if args.wide else 1]
         silu = args.epilogue[index] == Epilogue.SILU
         blocks += ceil_div(args.n[index] * (2 if silu else 1), columns) * (args.rows if scalar else ceil_div(args.rows, TILE_ROWS))
     return halves * blocks

@@ -114,8 +114,8 @@ class step_gemv_args(Args):
     """Up to four products of the same x: y_s[b, r, n] = x[b, r] @ w_s[b, n]^T, after an optional RMS norm of x, with an epilogue each, and a part
     that runs in extra blocks. Grid: (part_blocks + blocks of all segments, 1, batch); the part runs at block_z 0. Epilogues: 0 y in T; 1 y in
     f32; 2 RoPE on columns [rope_offset, rope_offset + rope_dim) of each head_stride columns, y in T; 3 SiLU: weight rows j and n + j give y[j]
-    = T(silu(gate)) * up; 4 y = residual + sum, f32 (bf16: step_halves). Parts: 0 none, 1 ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks), 5
-    PLACE. Decision 0004 has the order of additions."""
+    = T(silu(gate)) * up; 4 y = residual + the sums of both halves of k, f32, segment 0 alone and no norm (bf16: step_halves). Parts: 0 none, 1
+    ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks), 5 PLACE. Decision 0004 has the order of additions."""
 
     _fields_ = [
         ("x", c_void_p),  # [batch, rows, k] T
@@ -150,6 +150,8 @@ class step_gemv_args(Args):
         ("part", c_uint32),
         ("part_blocks", c_uint32),
         ("rounds", c_uint32),  # of GIVE and FETCH
+        ("wide", c_uint32),  # 1: 32 lanes, or 8 waves, share a column: k >= 1,024; of halves, or of one half alone, the first half of k
+        ("_pad", c_uint32),
     ]
 
 
@@ -173,7 +175,8 @@ class step_experts_args(Args):
 
 class step_down_args(Args):
     """y[r, c] = T(residual[r, c] + (sum over slots ascending of (weight * act) @ down[expert]^T + shared_act @ shared_down^T)) in f32; T f32: weight
-    times the slot's sum. Grid: (rows, blocks of columns; T bf16: 2 of each, for the halves of k)."""
+    times the slot's sum. The sums of both halves of k are added last. Without a residual, y = the sum over all of k, which is a half on a device of a
+    pair. Grid: (rows, blocks of columns; T bf16 with a residual: 2 of each, for the halves of k)."""
 
     _fields_ = [
         ("act", c_void_p),  # [rows * slots, k] T
@@ -184,8 +187,8 @@ class step_down_args(Args):
         ("shared_act", c_void_p),  # [rows, shared_k] T
         ("shared_codes", c_void_p),  # [n, shared_k]
         ("shared_scales", c_void_p),
-        ("residual", c_void_p),  # [rows, n] T; may be y
-        ("y", c_void_p),  # [rows, n] T
+        ("residual", c_void_p),  # [rows, n] T; may be y; or null
+        ("y", c_void_p),  # [rows, n] T; without a residual f32
         ("partial", c_void_p),  # [rows, blocks of columns, 2, sums of a block] f32, T bf16: two blocks share the columns, each half of k
         ("arrivals", c_void_p),  # [rows, blocks of columns] u32, likewise; 0 before and after
         ("rows", c_uint32),

@@ -116,10 +116,40 @@ def down(
     act [rows, slots, k] T, ids [rows, slots] i32, weights [rows, slots] f32, weight [experts, n, k], shared_act [rows, shared_k] T, shared
     [n, shared_k], residual and y [rows, n] T; y may be residual. slots <= 16. Formats of weight: as `experts`; of shared: bf16, q8g64 and, with
     T f32, f32. An id outside [0, experts) adds zeros. T bf16: k and shared_k as k of `experts`, as the addresses; weights * act enters scaled formats
-    as integers of 16 bits a group, plain ones as bf16; halves wanted. T f32: weights[r, s] multiplies the sum. Raises ContractError. Source: the
-    sum of transformers' grouped_mm experts, without its roundings to T on the way.
+    as integers of 16 bits a group, plain ones as bf16; halves wanted. T f32: weights[r, s] multiplies the sum. Both halves of k and of shared_k
+    (`halves.half_of`) have a sum of their own; these are added last. Raises ContractError. Source: the sum of transformers' grouped_mm experts,
+    without its roundings to T on the way.
     """
     d = Dims("step_down")
+    args = _down_args(d, act, ids, weights, weight, shared_act, shared, ("y", y))
+    for label, array in (("residual", residual), ("y", y)):
+        d.match(label, array, "rows", "n", dtype=act.dtype)
+    args.residual = residual.address
+    if act.dtype is DType.BF16:
+        if halves is None:
+            d.fail("halves is None, expected Halves beside bf16 act")
+        halves.check(d, d["rows"], d["n"])
+        args.partial, args.arrivals = halves.partial.address, halves.arrivals.address
+    _launch_down(d, stream, act.dtype, weight.format, args)
+
+
+def down_half(stream: Stream, act: Array, ids: Array, weights: Array, weight: Matrix, shared_act: Array, shared: Matrix, total: Array) -> None:
+    """total[r] = (sum over s of (weights[r, s] * act[r, s]) @ down^T) + shared_act[r] @ shared^T, f32: what one device of a pair adds to `down`.
+
+    The matrices are one half of k and of shared_k, those of the first device or of the second; total [rows, n] f32 has the bits of that half inside
+    `down` of the whole matrices; `halves.join` adds both. Everything else as `down`. Enqueues one kernel. Raises ContractError.
+    """
+    d = Dims("step_down_half")
+    args = _down_args(d, act, ids, weights, weight, shared_act, shared, ("total", total))
+    d.match("total", total, "rows", "n", dtype=DType.F32)
+    _launch_down(d, stream, act.dtype, weight.format, args)
+
+
+def _down_args(
+    d: Dims, act: Array, ids: Array, weights: Array, weight: Matrix, shared_act: Array, shared: Matrix, output: tuple[str, Array]
+) -> step_down_args:
+    """What `down` and `down_half` have in common. output: its name and array, whose shape and dtype the caller checks."""
+    name, y = output
     d.match("act", act, "rows", "slots", "k", dtype=_T)
     d.match("ids", ids, "rows", "slots", dtype=DType.I32)
     d.match("weights", weights, "rows", "slots", dtype=DType.F32)
@@ -128,23 +158,15 @@ def down(
     _match_weight(d, "shared", shared, "n", "shared_k")
     _require_format(d, "weight", weight, act.dtype, _ROUTED)
     _require_format(d, "shared", shared, act.dtype, _SHARED)
-    for label, array in (("residual", residual), ("y", y)):
-        d.match(label, array, "rows", "n", dtype=act.dtype)
-    d.distinct("y", y, "act", act)
-    d.distinct("y", y, "shared_act", shared_act)
+    d.distinct(name, y, "act", act)
+    d.distinct(name, y, "shared_act", shared_act)
     for label, matrix, array in (("act", weight, act), ("shared_act", shared, shared_act)):
         if matrix.format.quantised:
             _require_aligned(d, label, array)
     if act.dtype is DType.BF16:
         _require_wave(d, "act", act, "weight", weight)
         _require_wave(d, "shared_act", shared_act, "shared", shared)
-        if halves is None:
-            d.fail("halves is None, expected Halves beside bf16 act")
-        halves.check(d, d["rows"], d["n"])
-    name = f"step_down_{act.dtype.label}_{weight.format.label}"
-    limits = stream.device.kernel(name).constants
-    d.require(d["slots"] <= limits["slots_max"], f"slots is {d['slots']}, expected at most {limits['slots_max']}")
-    args = step_down_args(
+    return step_down_args(
         act=act.address,
         ids=ids.address,
         weights=weights.address,
@@ -153,10 +175,7 @@ def down(
         shared_act=shared_act.address,
         shared_codes=shared.codes.address,
         shared_scales=_scales(shared),
-        residual=residual.address,
         y=y.address,
-        partial=halves.partial.address if halves else None,
-        arrivals=halves.arrivals.address if halves else None,
         rows=d["rows"],
         slots=d["slots"],
         experts=d["experts"],
@@ -166,7 +185,13 @@ def down(
         format=weight.format,
         shared_format=shared.format,
     )
-    launch(stream, name, (d["rows"], ceil_div(d["n"], limits["cols"]) * (2 if act.dtype is DType.BF16 else 1), 1), args)
+
+
+def _launch_down(d: Dims, stream: Stream, dtype: DType, weight_format: WeightFormat, args: step_down_args) -> None:
+    name = f"step_down_{dtype.label}_{weight_format.label}"
+    limits = stream.device.kernel(name).constants
+    d.require(args.slots <= limits["slots_max"], f"slots is {args.slots}, expected at most {limits['slots_max']}")
+    launch(stream, name, (args.rows, ceil_div(args.n, limits["cols"]) * (2 if args.partial else 1), 1), args)
 
 
 def _matrix_bytes(n: int, k: int, weight_format: WeightFormat) -> int:

@@ -222,10 +222,10 @@ template <class T> DEVICE void join(const step_expand_args& a, uint32_t row, uin
 template <class T, class W> DEVICE void expand_columns(const step_expand_args& a, uint32_t head, uint32_t first, uint32_t count, float* x, T* o) {
   using R = products::reader<W>;
   float* packed = x + a.latent;
-  products::pack<R>(x, a.latent, packed);
+  products::pack<R>(x, a.latent, a.latent >= gemv::LONG_K, packed);
   float sums[step_expansion::COLUMNS];
   auto row = [&](uint32_t i) { return products::weight_row<W>(a.codes, a.scales, (uint64_t)head * a.v + first + i, a.latent); };
-  products::dots<R, 1>(row, count, packed, 0, a.latent, sums);
+  products::dots<R, 1>(row, count, packed, 0, a.latent, a.latent >= gemv::LONG_K, sums);
   for (uint32_t c = 0; c < count; c++) store_f32(o + first + c, sums[c]);
 }
 

@@ -35,7 +35,7 @@ template <class T, class W> bool experts(const step_experts_args& a, Blocks& b) 
     if (row != row_of_room) {
       const T* x = (const T*)a.x + (uint64_t)row * a.k;
       if constexpr (TILES) waves::prepare<W>(x, nullptr, 1.0f, a.k, room);
-      else products::pack<products::expert_reader<W>>(x, a.k, room);
+      else products::pack<products::expert_reader<W>>(x, a.k, a.k >= gemv::LONG_K, room);
       row_of_room = row;
     }
     for (uint32_t c0 = first; c0 < end; c0 += STRIP) {
@@ -45,7 +45,7 @@ template <class T, class W> bool experts(const step_experts_args& a, Blocks& b) 
         return products::weight_row<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n + i % 2 * a.n + c0 + i / 2, a.k);
       };
       if constexpr (TILES) waves::dots<W>(of, 2 * count, room, 1, a.k, a.k >= waves::LONG_K, false, sums, 0);
-      else products::dots<products::expert_reader<W>, 1>(of, 2 * count, room, 0, a.k, sums);
+      else products::dots<products::expert_reader<W>, 1>(of, 2 * count, room, 0, a.k, a.k >= gemv::LONG_K, sums);
       for (uint32_t c = 0; c < count; c++) {
         float gate = rounded<T>::of(sums[2 * c]);
         store_f32(act + c0 + c, rounded<T>::of(silu_f32(gate)) * rounded<T>::of(sums[2 * c + 1]));
@@ -55,15 +55,20 @@ template <class T, class W> bool experts(const step_experts_args& a, Blocks& b) 
   return true;
 }
 
-// T = f32: columns [first, first + count) of one row, count <= COLUMNS. room: packed x, then the products of one matrix.
+// As step_moe::down_part.
+DEVICE waves::Span down_part(const step_down_args& a, uint32_t k, uint32_t half) { return a.residual ? waves::half_of(k, half) : waves::all_of(k); }
+
+// T = f32: columns [first, first + count) of one row, count <= COLUMNS. room: packed x of one matrix.
 constexpr uint32_t COLUMNS = 256;
-template <class W> void down_columns(const step_down_args& a, uint32_t row, uint32_t first, uint32_t count, float* room) {
-  float sums[COLUMNS] = {}, product[COLUMNS], shared[COLUMNS];
+template <class W> void down_half(const step_down_args& a, uint32_t half, uint32_t row, uint32_t first, uint32_t count, float* room, float* sums) {
+  float product[COLUMNS], shared[COLUMNS];
   auto multiply = [&](auto weights, const void* codes, const void* scales, uint64_t matrix, const float* x, uint32_t k, float* to) {
     using V = decltype(weights);
-    products::pack<products::expert_reader<V>>(x, k, room);
-    auto of = [&](uint32_t i) { return products::weight_row<V>(codes, scales, matrix + first + i, k); };
-    products::dots<products::expert_reader<V>, 1>(of, count, room, 0, k, to);
+    waves::Span part = down_part(a, k, half);
+    uint32_t values = part.end - part.first;
+    products::pack<products::expert_reader<V>>(x + part.first, values, true, room);
+    auto of = [&](uint32_t i) { return products::weight_row<V>(codes, scales, matrix + first + i, k, part.first); };
+    products::dots<products::expert_reader<V>, 1>(of, count, room, 0, values, true, to);
   };
   auto multiply_shared = [&](auto weights) {
     multiply(weights, a.shared_codes, a.shared_scales, 0, (const float*)a.shared_act + (uint64_t)row * a.shared_k, a.shared_k, shared);
@@ -78,9 +83,14 @@ template <class W> void down_columns(const step_down_args& a, uint32_t row, uint
     else memset(product, 0, sizeof product);
     for (uint32_t c = 0; c < count; c++) sums[c] = fma_f32(((const float*)a.weights)[pair], product[c], sums[c]);
   }
+  for (uint32_t c = 0; c < count; c++) sums[c] += shared[c];
+}
+template <class W> void down_columns(const step_down_args& a, uint32_t row, uint32_t first, uint32_t count, float* room) {
+  float sums[2][COLUMNS] = {};
+  for (uint32_t half = 0; half < (a.residual ? 2u : 1u); half++) down_half<W>(a, half, row, first, count, room, sums[half]);
   for (uint32_t c = 0; c < count; c++) {
     uint64_t at = (uint64_t)row * a.n + first + c;
-    ((float*)a.y)[at] = ((const float*)a.residual)[at] + (sums[c] + shared[c]);
+    ((float*)a.y)[at] = a.residual ? ((const float*)a.residual)[at] + (sums[0][c] + sums[1][c]) : sums[0][c];
   }
 }
 
@@ -106,26 +116,27 @@ template <class W, class S> void down_tiles(const step_down_args& a, uint32_t ro
         if (expert < a.experts) routed[slot][i] = waves::weight_row<W>(a.codes, a.scales, (uint64_t)expert * a.n + column, a.k);
       }
     }
-    lanes8 sum[2];
-    for (uint32_t half = 0; half < 2; half++) {
-      lanes8 of_shared = waves::eight_dots<S>(shared, &shared_x, 1, waves::half_of(a.shared_k, half), true);
-      sum[half] = waves::eight_dots<W>(routed, x, a.slots, waves::half_of(a.k, half), true) + of_shared;
+    lanes8 sum = {};
+    for (uint32_t half = 0; half < (a.residual ? 2u : 1u); half++) {
+      lanes8 of_shared = waves::eight_dots<S>(shared, &shared_x, 1, down_part(a, a.shared_k, half), true);
+      lanes8 of_half = waves::eight_dots<W>(routed, x, a.slots, down_part(a, a.k, half), true) + of_shared;
+      sum = half ? sum + of_half : of_half;
     }
-    lanes8 both = sum[0] + sum[1];
     for (uint32_t i = 0; i < LANES && c + i < end; i++) {
       uint64_t at = (uint64_t)row * a.n + c + i;
-      store_f32((bf16*)a.y + at, load_f32((const bf16*)a.residual + at) + both[i]);
+      if (a.residual) store_f32((bf16*)a.y + at, load_f32((const bf16*)a.residual + at) + sum[i]);
+      else ((float*)a.y)[at] = sum[i];
     }
   }
 }
 
-// Grid: rows, ceil(n / 32); with T = bf16 twice that, of which the first of two does what both have.
+// Grid: rows, ceil(n / 32); with T = bf16 and a residual twice that, of which the first of two does what both have.
 template <class T, class W> bool down(const step_down_args& a, Blocks& b) {
   constexpr bool TILES = sizeof(T) == 2;
   uint32_t k = a.k > a.shared_k ? a.k : a.shared_k;
   float* room = b.scratch(TILES ? waves::row_floats(a.shared_k) + a.slots * waves::row_floats(a.k) : products::packed_floats(k));
   if (!room) return false;
-  each_stretch(b, TILES ? 2 : 1, step_moe::DOWN_COLS, a.n, [&](uint32_t row, uint32_t first, uint32_t end) {
+  each_stretch(b, TILES && a.residual ? 2 : 1, step_moe::DOWN_COLS, a.n, [&](uint32_t row, uint32_t first, uint32_t end) {
     if constexpr (TILES) {
       if (a.shared_format == WEIGHT_Q8G64) down_tiles<W, q8g64_weights>(a, row, first, end, room);
       else down_tiles<W, bf16_weights>(a, row, first, end, room);

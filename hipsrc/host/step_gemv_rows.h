@@ -14,9 +14,9 @@ constexpr uint32_t NONE = ~0u;
 // What the blocks of one call share: x of one batch as the products read it. f32: packed for the format that was needed last.
 struct Work {
   float* x;       // [rows, x_pitch]: f32 after the norm; bf16: of the wave product
-  float* packed;  // [rows, packed_pitch]: f32 x, or the router's
+  float* packed;  // [rows, packed_pitch]: f32 x, of RESIDUAL each half by itself, or the router's
   float* scale;   // [rows], bf16: what the norm multiplies sums by
-  float* sums;    // [PAIR_COLUMNS, rows], or [rows, TILE_COLUMNS]
+  float* sums;    // [PAIR_COLUMNS, rows], of RESIDUAL two of these, or [rows, TILE_COLUMNS]
   float* angles;  // [rows, rope_dim] sine and cosine of each pair, when they were needed
   size_t x_pitch, packed_pitch;
   uint32_t batch, packed_format;  // NONE: of none
@@ -42,7 +42,7 @@ template <class T, class W> void prepare(const step_gemv_args& a, uint32_t batch
     float* to = w.x + r * w.x_pitch;
     if constexpr (sizeof(T) == 2) {
       waves::prepare<W>(x, (const bf16*)a.norm, 1.0f, a.k, to);
-      if (a.norm) w.scale[r] = waves::norm_scale(x, a.k, a.eps, a.k >= waves::LONG_K);
+      if (a.norm) w.scale[r] = waves::norm_scale(x, a.k, a.eps, a.wide);
     } else if (a.norm) {
       values::scale_row(x, (const T*)a.norm, values::rms_scale(x, a.k, a.eps), a.k, to);
     } else {
@@ -79,20 +79,30 @@ template <class W> void multiply_pairs(const step_gemv_args& a, const Segment& s
   using R = products::reader<W>;
   prepare<float, W>(a, s.batch, w);
   if (a.norm && a.h && s.index == 0 && t.set == 0) store_h(a, t, w);
-  if (w.packed_format != W::FORMAT) {
-    for (uint32_t r = 0; r < a.rows; r++) products::pack<R>(w.x + r * w.x_pitch, a.k, w.packed + r * w.packed_pitch);
-    w.packed_format = W::FORMAT;
+  bool silu = s.epilogue == step::SILU, halves = s.epilogue == step::RESIDUAL, wide = a.wide;
+  waves::Span span[2] = {halves ? waves::half_of(a.k, 0) : waves::all_of(a.k), waves::half_of(a.k, 1)};
+  uint32_t spans = halves && span[1].first < a.k ? 2 : 1;
+  size_t second = packed_floats(span[0].end);  // of a packed row, where its second half starts
+  for (uint32_t r = 0; w.packed_format != W::FORMAT && r < a.rows; r++) {
+    for (uint32_t i = 0; i < spans; i++) {
+      products::pack<R>(w.x + r * w.x_pitch + span[i].first, span[i].end - span[i].first, wide, w.packed + r * w.packed_pitch + i * second);
+    }
   }
-  bool silu = s.epilogue == step::SILU;
-  uint32_t pairs = step::pairs_of(s.n, s.epilogue), begin = t.set * gemv::groups_of(a.k), end = begin + gemv::groups_of(a.k);
+  w.packed_format = W::FORMAT;
+  uint32_t pairs = step::pairs_of(s.n, s.epilogue), begin = t.set * gemv::groups_of(wide), end = begin + gemv::groups_of(wide);
   if (end > pairs) end = pairs;
   uint64_t matrix = (uint64_t)s.batch * (silu ? 2 * s.n : s.n);
-  auto row = [&](uint32_t i) {
-    uint32_t pair = begin + i / 2, n = silu ? pair + i % 2 * s.n : 2 * pair + i % 2;
-    if (!silu && n >= s.n) n = s.n - 1;
-    return products::weight_row<W>(s.codes, s.scales, matrix + n, a.k);
-  };
-  products::all_dots<R>(row, 2 * (end - begin), w.packed + t.first_row * w.packed_pitch, w.packed_pitch, t.rows, a.k, w.sums);
+  size_t products = (size_t)2 * (end - begin) * t.rows;
+  for (uint32_t i = 0; i < spans; i++) {
+    auto row = [&](uint32_t p) {
+      uint32_t pair = begin + p / 2, n = silu ? pair + p % 2 * s.n : 2 * pair + p % 2;
+      if (!silu && n >= s.n) n = s.n - 1;
+      return products::weight_row<W>(s.codes, s.scales, matrix + n, a.k, span[i].first);
+    };
+    const float* x = w.packed + t.first_row * w.packed_pitch + i * second;
+    products::all_dots<R>(row, 2 * (end - begin), x, w.packed_pitch, t.rows, span[i].end - span[i].first, wide, w.sums + i * products);
+  }
+  for (size_t p = 0; spans == 2 && p < products; p++) w.sums[p] += w.sums[products + p];
   for (uint32_t r = 0; r < t.rows; r++) {
     for (uint32_t p = begin; p < end; p++) {
       const float* sums = w.sums + (size_t)(p - begin) * 2 * t.rows + r;
@@ -132,7 +142,7 @@ DEVICE void store_row(const step_gemv_args& a, const Segment& s, Work& w, uint32
 // A set of columns by the wave product, times the rows of x of a stretch.
 template <class W> void multiply_tiles(const step_gemv_args& a, const Segment& s, const Stretch& t, Work& w) {
   prepare<bf16, W>(a, s.batch, w);
-  bool silu = s.epilogue == step::SILU, wide = a.k >= waves::LONG_K;
+  bool silu = s.epilogue == step::SILU, wide = a.wide;
   uint32_t columns = (wide ? step::TILE_COLS : step::TILE_COLS_SHORT) / (silu ? 2 : 1), first = t.set * columns;
   uint32_t count = s.n - first < columns ? s.n - first : columns, products = silu ? 2 * count : count;
   uint64_t matrix = (uint64_t)s.batch * (silu ? 2 * s.n : s.n) + first;
@@ -264,8 +274,10 @@ template <class T, class W, bool ROUTER> bool run(const step_gemv_args& a, Block
   }
   if (first >= last) return true;
   constexpr bool TILES = sizeof(T) == 2;
+  bool halves = a.epilogue[0] == step::RESIDUAL;
   size_t x_pitch = TILES ? waves::row_floats(a.k) : a.k, packed_pitch = TILES ? (ROUTER ? step_router::row_floats(a.k) : 0) : packed_floats(a.k);
-  size_t columns = TILES ? TILE_COLUMNS : PAIR_COLUMNS, rows = a.rows, spare = TILES && ROUTER ? a.k : 0;
+  if (!TILES && halves) packed_pitch = 2 * packed_floats(waves::half_of(a.k, 0).end);
+  size_t columns = TILES ? TILE_COLUMNS : halves ? 2 * PAIR_COLUMNS : PAIR_COLUMNS, rows = a.rows, spare = TILES && ROUTER ? a.k : 0;
   float* room = b.scratch(rows * (x_pitch + packed_pitch + 1 + columns + a.rope_dim) + spare + 2 * LANES);
   if (!room) return false;
   float *packed = room + rows * x_pitch, *scale = packed + rows * packed_pitch + spare, *sums = scale + rows + LANES;

@@ -27,7 +27,7 @@ template <class W> bool run(const step_gemv_args& a, Blocks& b) {
   last = last > a.part_blocks ? (last - a.part_blocks + 1) / 2 : 0;
   if (first >= last) return true;
   constexpr uint32_t ROWS = wave_product::ROWS, COLUMNS_MAX = wave_product::WAVES * wave_product::COLS;
-  bool wide = wave_product::first_half(a.k) >= waves::LONG_K;
+  bool wide = a.wide;
   uint32_t turns = (a.rows + ROWS - 1) / ROWS, columns = wide ? wave_product::COLS : COLUMNS_MAX, n = a.n[0];
   size_t pitch = waves::row_floats(a.k);
   float *x = b.scratch(a.rows * (pitch + COLUMNS_MAX)), *sums = x + a.rows * pitch;

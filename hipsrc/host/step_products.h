@@ -51,17 +51,17 @@ template <> struct expert_reader<q4g64_weights> {
 // Packed x: a step has its values [CHUNK][8], then the starts [8].
 template <class R> constexpr uint32_t step_floats = (R::weights::CHUNK + 1) * LANES;
 DEVICE uint32_t chunks_of(uint32_t k, uint32_t chunk) { return (k + chunk - 1) / chunk; }
-// Steps of a row of x: of 4 chunks, each twice, where an output has 4 lanes, else of 8 chunks in whole rounds of 32.
-DEVICE uint32_t steps_of(uint32_t k, uint32_t chunk) {
+// Steps of a row of x: of 4 chunks, each twice, where an output has 4 lanes, else (wide) of 8 chunks in whole rounds of 32.
+DEVICE uint32_t steps_of(uint32_t k, uint32_t chunk, bool wide) {
   uint32_t chunks = chunks_of(k, chunk);
-  return k >= gemv::LONG_K ? (chunks + 31) / 32 * 4 : (chunks + STREAM_CHUNKS - 1) / STREAM_CHUNKS;
+  return wide ? (chunks + 31) / 32 * 4 : (chunks + STREAM_CHUNKS - 1) / STREAM_CHUNKS;
 }
 // Room of one packed row in any format.
 DEVICE size_t packed_floats(uint32_t k) { return ((size_t)k + 32 * gemv::CHUNK_MAX) * 5 / 2 + 64; }
 
-template <class R> inline void pack(const float* x, uint32_t k, float* to) {
+template <class R> inline void pack(const float* x, uint32_t k, bool wide, float* to) {
   constexpr uint32_t CHUNK = R::weights::CHUNK;
-  uint32_t steps = steps_of(k, CHUNK), distinct = k >= gemv::LONG_K ? LANES : STREAM_CHUNKS;
+  uint32_t steps = steps_of(k, CHUNK, wide), distinct = wide ? LANES : STREAM_CHUNKS;
   for (uint32_t s = 0; s < steps; s++, to += step_floats<R>) {
     for (uint32_t lane = 0; lane < distinct; lane++) {
       uint32_t first = (s * distinct + lane) * CHUNK;
@@ -80,8 +80,10 @@ struct WeightRow {
   const uint8_t* codes;
   const uint16_t* scales;
 };
-template <class W> DEVICE WeightRow weight_row(const void* codes, const void* scales, uint64_t row, uint32_t k) {
-  return {(const uint8_t*)codes + row * W::row_bytes(k), W::SCALED ? (const uint16_t*)scales + row * (k / WEIGHT_GROUP) : nullptr};
+// A row of k values, from value `first` on.
+template <class W> DEVICE WeightRow weight_row(const void* codes, const void* scales, uint64_t row, uint32_t k, uint32_t first = 0) {
+  return {(const uint8_t*)codes + row * W::row_bytes(k) + W::row_bytes(first),
+          W::SCALED ? (const uint16_t*)scales + row * (k / WEIGHT_GROUP) + first / WEIGHT_GROUP : nullptr};
 }
 
 // Asks for the lines of memory of `bytes` bytes from from + ahead on, where there may be nothing: rows of weights are read eight at a time, before
@@ -257,8 +259,8 @@ template <class R, uint32_t ROWS> void long_dots(const WeightRow& row, const flo
 
 // sums[i * ROWS + r] of rows of weights `row(i)`, i < count, and ROWS packed rows of x.
 template <class R, uint32_t ROWS, class Row>
-inline void dots(const Row& row, uint32_t count, const float* x, uint64_t pitch, uint32_t k, float* sums) {
-  if (k >= gemv::LONG_K) {
+inline void dots(const Row& row, uint32_t count, const float* x, uint64_t pitch, uint32_t k, bool wide, float* sums) {
+  if (wide) {
     for (uint32_t i = 0; i < count; i++) long_dots<R, ROWS>(row(i), x, pitch, k, sums + i * ROWS);
     return;
   }
@@ -274,8 +276,8 @@ inline void dots(const Row& row, uint32_t count, const float* x, uint64_t pitch,
 
 // The same for any number of rows of x: sums[i * x_rows + r].
 template <class R, class Row>
-inline void all_dots(const Row& row, uint32_t count, const float* x, uint64_t pitch, uint32_t x_rows, uint32_t k, float* sums) {
-  if (x_rows == 1) return dots<R, 1>(row, count, x, pitch, k, sums);
+inline void all_dots(const Row& row, uint32_t count, const float* x, uint64_t pitch, uint32_t x_rows, uint32_t k, bool wide, float* sums) {
+  if (x_rows == 1) return dots<R, 1>(row, count, x, pitch, k, wide, sums);
   constexpr uint32_t STRIP = 128;
   float some[STRIP * 4];
   for (uint32_t i = 0; i < count; i += STRIP) {
@@ -284,9 +286,9 @@ inline void all_dots(const Row& row, uint32_t count, const float* x, uint64_t pi
     for (uint32_t r = 0; r < x_rows; r += taken) {
       const float* from = x + r * pitch;
       taken = x_rows - r >= 4 ? 4 : x_rows - r >= 2 ? 2 : 1;
-      if (taken == 4) dots<R, 4>(part, strip, from, pitch, k, some);
-      else if (taken == 2) dots<R, 2>(part, strip, from, pitch, k, some);
-      else dots<R, 1>(part, strip, from, pitch, k, some);
+      if (taken == 4) dots<R, 4>(part, strip, from, pitch, k, wide, some);
+      else if (taken == 2) dots<R, 2>(part, strip, from, pitch, k, wide, some);
+      else dots<R, 1>(part, strip, from, pitch, k, wide, some);
       for (uint32_t j = 0; j < strip; j++) {
         for (uint32_t t = 0; t < taken; t++) sums[(uint64_t)(i + j) * x_rows + r + t] = some[j * taken + t];
       }

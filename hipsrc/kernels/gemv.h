@@ -1,9 +1,10 @@
 // gemv.h - rows of x times rows of a weight matrix in any format, for the few rows of a decode step. Sums in f32.
 // Bits (docs/decisions/0004-step-graph.md): a CHUNK is what 16 bytes of weights hold; chunk c belongs to lane c % lanes. A lane adds its elements in
 // ascending order by one chain of fma; quantised, a chain over the chunk from 0, then fma(chunk sum, scale, lane sum). The lanes are added by a
-// butterfly. lanes = 32 for k >= LONG_K, else 4. A row's bits depend on its own x, on w and on k alone.
+// butterfly. lanes = 32 where the product is wide, else 4: k >= LONG_K, of half a product (wave_product.h) the first half of its k. A row's bits
+// depend on its own x, on w and on k alone.
 // Use, in a block of THREADS work-items whose aligned groups of 32 lanes each walk over COLS rows of weights:
-//   Walk<W, COLS, DEPTH, ALIGNED> walk;  set walk.codes[], walk.scales[];  begin(walk, k, t);  the first DEPTH rounds are on their way
+//   Walk<W, COLS, DEPTH, ALIGNED> walk;  set walk.codes[], walk.scales[];  begin(walk, k, wide, t);  the first DEPTH rounds are on their way
 //   for each span of x:  stage(..);  block_sync();  [normalise(..);  block_sync();]  advance<T>(walk, x, span, sums);  block_sync() before the next
 //   finish(walk, sums)                                                                           every lane of the column has the sums
 // x lies in LDS as T: unit u (16 bytes) at place u ^ (u / 8 % 8), so that lanes which read several neighbouring units use all banks.
@@ -19,9 +20,9 @@ constexpr uint32_t X_BYTES = 32768;  // LDS for x
 constexpr uint32_t X_UNITS = X_BYTES / 16;
 constexpr uint32_t CHUNK_MAX = 32;
 
-DEVICE uint32_t lanes_of(uint32_t k) { return k >= LONG_K ? 32u : 4u; }
+DEVICE uint32_t lanes_of(bool wide) { return wide ? 32u : 4u; }
 // Groups of lanes in a block: each takes its own COLS rows of weights.
-DEVICE uint32_t groups_of(uint32_t k) { return THREADS / lanes_of(k); }
+DEVICE uint32_t groups_of(bool wide) { return THREADS / lanes_of(wide); }
 
 DEVICE uint32_t place_of(uint32_t unit) { return unit ^ ((unit >> 3) & 7u); }
 
@@ -73,11 +74,12 @@ DEVICE void load_round(Walk<W, COLS, DEPTH, ALIGNED>& walk, uint32_t slot, uint3
 }
 
 // codes and scales are set. Starts the first DEPTH rounds.
-template <class W, uint32_t COLS, uint32_t DEPTH, bool ALIGNED> DEVICE void begin(Walk<W, COLS, DEPTH, ALIGNED>& walk, uint32_t k, uint32_t t) {
+template <class W, uint32_t COLS, uint32_t DEPTH, bool ALIGNED>
+DEVICE void begin(Walk<W, COLS, DEPTH, ALIGNED>& walk, uint32_t k, bool wide, uint32_t t) {
   static_assert(!W::SCALED || ALIGNED, "quantised rows are multiples of 64 weights");
   walk.k = k;
   walk.chunks = (k + W::CHUNK - 1) / W::CHUNK;
-  walk.lanes = lanes_of(k);
+  walk.lanes = lanes_of(wide);
   walk.lane = t % walk.lanes;
   UNROLL
   for (uint32_t slot = 0; slot < DEPTH; slot++) load_round(walk, slot, slot);

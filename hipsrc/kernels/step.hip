@@ -3,9 +3,9 @@
 //   epilogue  STORE    y = T(sum)                     STORE_F32  y = sum
 //             ROPE     the pair (2i, 2i + 1) of T(sum) turned as rope does
 //             SILU     y[j] = T(T(silu(T(sum of row j))) * T(sum of row n + j))
-//             RESIDUAL y = T(residual + T(sum)), T = f32; bf16: step_halves.hip
-// One kernel for each T and format W of the weights. bf16: the wave product (wave_product.h): a block has 32 rows of weights where k >= 1024, else 256;
-// for SILU half of each 32 are gate, half up. f32, which serves comparisons: gemv.h, a block has one row of x and COLS
+//             RESIDUAL y = residual + (sum of the first half of k + sum of the rest), T = f32, of segment 0 alone, no norm; bf16: step_halves.hip
+// One kernel for each T and format W of the weights. bf16: the wave product (wave_product.h): a block has 32 rows of weights where it is wide, else
+// 256; for SILU half of each 32 are gate, half up. f32, which serves comparisons: gemv.h, a block has one row of x and COLS
 // or COLS_SHORT rows of weights, pairs of which belong to a group of lanes. Parts ROWS, GIVE, FETCH and PLACE run in the first part_blocks blocks;
 // launches with part ROUTER have kernels of their own, whose segment 0 has f32 weights: the last of its blocks to be done picks. A row of a negative
 // position is computed like others, but part ROWS stores nothing of it.
@@ -62,7 +62,7 @@ DEVICE uint32_t turns_of(uint32_t rows) { return (rows + wave_product::ROWS - 1)
 // Blocks of the products of one batch that segment i takes; those of one set of columns follow one another.
 template <class T, bool ROUTER> DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i) {
   if (ROUTER && sizeof(T) == 2 && i == 0) return (a.n[0] + ROUTER_COLS - 1) / ROUTER_COLS;
-  uint32_t items = a.n[i], shift, wide = a.k >= gemv::LONG_K, silu = a.epilogue[i] == SILU;  // of 2^shift items a block
+  uint32_t items = a.n[i], shift, wide = a.wide, silu = a.epilogue[i] == SILU;  // of 2^shift items a block
   if (scalar<T, ROUTER>(i)) {
     items = pairs_of(items, a.epilogue[i]);
     shift = wide ? 3 : 6;
@@ -145,39 +145,48 @@ template <class T> DEVICE void store_pair(const step_gemv_args& a, const Segment
   if (both) store_f32(y + 1, high);
 }
 
-// One row of x times the block's pairs of rows of weights.
+// One row of x times the block's pairs of rows of weights. RESIDUAL: the two halves of k one after the other, each as a product of its own.
 template <class T, class W, bool ALIGNED> DEVICE void multiply_pairs(const step_gemv_args& a, const Segment& s, const Lds& lds) {
   constexpr uint32_t SPAN = gemv::span_of<T, 1>;
   uint32_t k = opaque(a.k), t = opaque_item(thread_id()), row = s.block % a.rows, block = s.block / a.rows;
-  uint32_t pairs = pairs_of(s.n, s.epilogue), mine = block * gemv::groups_of(k) + t / gemv::lanes_of(k), pair = mine < pairs ? mine : pairs - 1u;
+  bool wide = a.wide;
+  uint32_t pairs = pairs_of(s.n, s.epilogue), mine = block * gemv::groups_of(wide) + t / gemv::lanes_of(wide);
+  uint32_t pair = mine < pairs ? mine : pairs - 1u;
   uint32_t first_row = s.epilogue == SILU ? pair : 2 * pair, second_row = s.epilogue == SILU ? s.n + pair : 2 * pair + 1;
   if (s.epilogue != SILU && second_row >= s.n) second_row = first_row;
   uint64_t matrix = (uint64_t)s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
   constexpr uint32_t DEPTH = !ALIGNED ? 1 : sizeof(T) == 2 ? 8 : gemv::depth_of<T, 1>;  // 8: the router has few blocks
-  gemv::Walk<W, PAIR, DEPTH, ALIGNED> walk;
-  walk.codes[0] = s.codes + (matrix + first_row) * W::row_bytes(k);
-  walk.codes[1] = s.codes + (matrix + second_row) * W::row_bytes(k);
-  walk.scales[0] = s.scales + (matrix + first_row) * (k / WEIGHT_GROUP);
-  walk.scales[1] = s.scales + (matrix + second_row) * (k / WEIGHT_GROUP);
-  gemv::begin(walk, k, t);
-  previous_done();
-
   const T* x = (const T*)a.x + s.batch * a.x_batch_stride + (uint64_t)row * a.x_stride;
   T* h = a.h && s.index == 0 && block == 0 ? (T*)a.h + (uint64_t)row * k : nullptr;
-  float sums[1][PAIR] = {}, scale[1];
-  for (uint32_t first = 0; first < k; first += SPAN) {
-    if (first) block_sync();
-    gemv::stage<T, 1>(lds.x, x, a.x_stride, first, k, t);
-    block_sync();
-    if (a.norm) {
-      if (first == 0) gemv::norm_scales<T, 1>(lds.x, x, a.x_stride, k, a.eps, lds.partial, scale, t);
-      gemv::normalise<T, 1>(lds.x, (const T*)a.norm, scale, first, k, h, k, t);
+  float total[PAIR] = {};
+  uint32_t each = s.epilogue == RESIDUAL ? wave_product::first_half(k) : k;
+  ROLLED
+  for (uint32_t start = 0; start < k; start += each) {
+    uint32_t count = k - start < each ? k - start : each;
+    gemv::Walk<W, PAIR, DEPTH, ALIGNED> walk;
+    walk.codes[0] = s.codes + (matrix + first_row) * W::row_bytes(k) + W::row_bytes(start);
+    walk.codes[1] = s.codes + (matrix + second_row) * W::row_bytes(k) + W::row_bytes(start);
+    walk.scales[0] = s.scales + (matrix + first_row) * (k / WEIGHT_GROUP) + start / WEIGHT_GROUP;
+    walk.scales[1] = s.scales + (matrix + second_row) * (k / WEIGHT_GROUP) + start / WEIGHT_GROUP;
+    gemv::begin(walk, count, wide, t);
+    if (start == 0) previous_done();
+    float sums[1][PAIR] = {}, scale[1];
+    for (uint32_t first = 0; first < count; first += SPAN) {
+      if (start + first) block_sync();
+      gemv::stage<T, 1>(lds.x, x + start, a.x_stride, first, count, t);
       block_sync();
+      if (a.norm) {
+        if (first == 0) gemv::norm_scales<T, 1>(lds.x, x, a.x_stride, k, a.eps, lds.partial, scale, t);
+        gemv::normalise<T, 1>(lds.x, (const T*)a.norm, scale, first, k, h, k, t);
+        block_sync();
+      }
+      gemv::advance<T, 1>(walk, lds.x, first, sums);
     }
-    gemv::advance<T, 1>(walk, lds.x, first, sums);
+    gemv::finish<1>(walk, sums);
+    UNROLL
+    for (uint32_t i = 0; i < PAIR; i++) total[i] = start ? total[i] + sums[0][i] : sums[0][i];
   }
-  gemv::finish<1>(walk, sums);
-  if (walk.lane == 0 && mine < pairs) store_pair<T>(a, s, row, first_row, sums[0][0], sums[0][1]);
+  if (t % gemv::lanes_of(wide) == 0 && mine < pairs) store_pair<T>(a, s, row, first_row, total[0], total[1]);
 }
 
 // Stores one sum; the 32 lanes have one row and the columns of a block of 32. SILU: 16 of gate, then 16 of up.
@@ -215,7 +224,7 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   using namespace wave_product;
   Place place = place_of<bf16, ROUTER>(a, product_block<ROUTER>(a, block_x()));
   uint32_t k = opaque(a.k), turns = turns_of(opaque(a.rows)), set = set_of(place.block, turns), first_row = (place.block - set * turns) * ROWS;
-  bool wide = k >= LONG_K;
+  bool wide = a.wide;
   Segment s = segment_at(a, place);
   uint32_t block = wide ? set : set * WAVES + tile_group();
   uint32_t span = s.epilogue == SILU ? TILE_COLS / 2 : TILE_COLS, matrix = s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
@@ -445,8 +454,8 @@ template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a
 
 }  // namespace step
 
-// Grid: part_blocks + batch * blocks of all segments. A block has cols rows of weights where k >= long_k, else cols_short, and one row of x if T is
-// f32, 8 if it is bf16. The router's segment 0: router_cols, router_cols_short and one row of x.
+// Grid: part_blocks + batch * blocks of all segments. A block has cols rows of weights where the product is wide (k >= long_k), else cols_short, and
+// one row of x if T is f32, 8 if it is bf16. The router's segment 0: router_cols, router_cols_short and one row of x.
 // LAUNCH step_gemv_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
 EARLY_KERNEL(step_gemv_f32_f32, step_gemv_args, 256, 2) { step::run<float, f32_weights, false>(a); }
 // LAUNCH step_gemv_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768

@@ -427,7 +427,7 @@ template <class T, class W, uint32_t N> DEVICE void expand(const step_expand_arg
     walk.codes[o] = (const uint8_t*)a.codes + row * W::row_bytes(a.latent);
     walk.scales[o] = W::SCALED ? (const uint16_t*)a.scales + row * (a.latent / WEIGHT_GROUP) : nullptr;
   }
-  gemv::begin(walk, a.latent, thread_id());
+  gemv::begin(walk, a.latent, a.latent >= gemv::LONG_K, thread_id());
   previous_done();
   join<T, N>(a, stats, x);
   float sums[1][OUTPUTS] = {};

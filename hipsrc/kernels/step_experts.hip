@@ -1,10 +1,11 @@
 // step_experts.hip - the routed experts of a decode step (docs/decisions/0004-step-graph.md).
 //   step_experts  act[pair] = T(T(silu(gate)) * up), gate and up = T(x[row] @ w[expert]^T)
-//   step_down     y = T(residual + sum over slots of (weight * act) @ down[expert]^T + shared_act @ shared_down^T)
-// T = bf16: the wave product (wave_product.h); step_down takes weight * act as x, slot after slot as one long k, all of it wide; routed and shared sums
-// are f32 and added, of each half of their k (Halves).
-// T = f32, for parity: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024, else 4; a lane adds its
-// elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
+//   step_down     y = T(residual + sum over slots of (weight * act) @ down[expert]^T + shared_act @ shared_down^T); no residual: the f32 sum alone
+// step_down adds routed and shared sums, in f32, of each half of their k (Halves), then both halves; without a residual, on a device of a pair, k is
+// such a half.
+// T = bf16: the wave product (wave_product.h); step_down takes weight * act as x, slot after slot as one long k, all of it wide.
+// T = f32, for parity: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024 and in step_down, else 4; a lane adds
+// its elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
 // the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
 #include "portable.h"
 #include "gemv.h"
@@ -18,14 +19,16 @@ constexpr uint32_t SLOTS_MAX = 16;
 
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// One matrix [rows, k] of a weight.
+// Values [.., k) of the rows, `pitch` values apart, of a matrix.
 template <class W> struct Rows {
   const uint8_t* codes;
   const uint16_t* scales;
-  uint32_t k;
+  uint32_t k, pitch;
 };
-template <class W> DEVICE Rows<W> rows_of(const void* codes, const void* scales, uint64_t first, uint32_t k) {
-  return {(const uint8_t*)codes + first * W::row_bytes(k), W::SCALED ? (const uint16_t*)scales + first * (k / WEIGHT_GROUP) : nullptr, k};
+// What `of` takes of the rows from `row` on.
+template <class W> DEVICE Rows<W> rows_of(const void* codes, const void* scales, uint64_t row, const Weights& of) {
+  return {(const uint8_t*)codes + row * W::row_bytes(of.pitch) + W::row_bytes(of.first),
+          W::SCALED ? (const uint16_t*)scales + row * (of.pitch / WEIGHT_GROUP) + of.first / WEIGHT_GROUP : nullptr, of.k, of.pitch};
 }
 
 // T = f32. A chunk of weights as floats, and what x needs before it meets them (returns where the chain of the chunk starts).
@@ -63,8 +66,8 @@ template <> struct word_reader<q4g64_weights> {
 
 // x @ w[row]^T, the same in each of LANES lanes.
 template <uint32_t LANES, class W> DEVICE float row_product(const Rows<W>& w, uint32_t row, const float* x) {
-  const uint8_t* codes = w.codes + row * W::row_bytes(w.k);
-  bool aligned = gemv::rows_aligned<W>(codes, w.k);
+  const uint8_t* codes = w.codes + row * W::row_bytes(w.pitch);
+  bool aligned = gemv::rows_aligned<W>(codes, w.pitch);
   float sum[1] = {0.0f};
   ROLLED
   for (uint32_t c = thread_id() % LANES; c * W::CHUNK < w.k; c += LANES) {
@@ -79,7 +82,7 @@ template <uint32_t LANES, class W> DEVICE float row_product(const Rows<W>& w, ui
     if (!W::SCALED) part = sum[0];
     UNROLL
     for (uint32_t j = 0; j < W::CHUNK; j++) part = fma_f32(v[j], value[j], part);
-    sum[0] = W::SCALED ? fma_f32(part, f16_value(w.scales[row * (w.k / WEIGHT_GROUP) + c * W::CHUNK / WEIGHT_GROUP]), sum[0]) : part;
+    sum[0] = W::SCALED ? fma_f32(part, f16_value(w.scales[row * (w.pitch / WEIGHT_GROUP) + c * W::CHUNK / WEIGHT_GROUP]), sum[0]) : part;
   }
   lanes_sum<LANES>(sum);
   return sum[0];
@@ -91,7 +94,7 @@ template <uint32_t COLS, uint32_t LANES, class F> DEVICE void each_column(uint32
 }
 
 template <uint32_t LANES, class W> DEVICE void experts_f32(const step_experts_args& a, uint32_t pair, uint32_t expert) {
-  Rows<W> w = rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, a.k);
+  Rows<W> w = rows_of<W>(a.codes, a.scales, (uint64_t)expert * 2 * a.n, {a.k, a.k, 0, 1, LANES == 32});
   const float* x = (const float*)a.x + (uint64_t)(pair / a.slots) * a.k;
   uint32_t first = block_y() * EXPERT_COLS;
   each_column<EXPERT_COLS, LANES>(a.n - 1 - first, [&](uint32_t c, uint32_t row, uint32_t lane) {
@@ -101,14 +104,10 @@ template <uint32_t LANES, class W> DEVICE void experts_f32(const step_experts_ar
 }
 
 template <class W> DEVICE void down_f32(const Rows<W>& w, uint32_t first, uint32_t last, const float* x, float* to) {
-  auto put = [&](uint32_t c, float sum, uint32_t lane) {
+  each_column<DOWN_COLS, 32>(last, [&](uint32_t c, uint32_t row, uint32_t lane) {
+    float sum = row_product<32>(w, first + row, x);
     if (lane == 0) to[c] = sum;
-  };
-  if (w.k >= gemv::LONG_K) {
-    each_column<DOWN_COLS, 32>(last, [&](uint32_t c, uint32_t row, uint32_t lane) { put(c, row_product<32>(w, first + row, x), lane); });
-  } else {
-    each_column<DOWN_COLS, 4>(last, [&](uint32_t c, uint32_t row, uint32_t lane) { put(c, row_product<4>(w, first + row, x), lane); });
-  }
+  });
 }
 
 // Pairs of one expert share a block, so that its weights are read once: counted in ascending order, each turn of eight has the block of its first
@@ -186,6 +185,11 @@ template <class W> struct Experts<bf16, W> {
 
 DEVICE float weight_of(const step_down_args& a, uint32_t row, uint32_t slot) { return ((const float*)a.weights)[(uint64_t)row * a.slots + slot]; }
 
+// What step_down multiplies at once of `matrices` matrices: half of k, or all of it where there is no residual.
+DEVICE Weights down_part(const step_down_args& a, uint32_t k, uint32_t matrices, uint32_t half) {
+  return a.residual ? half_of(k, matrices, half, true) : Weights{k, k, 0, matrices, true};
+}
+
 // The first loads of the routed experts leave before the shared one is added, where registers allow.
 #if defined(TILE_MMA)
 constexpr bool BESIDE = false;
@@ -195,9 +199,10 @@ constexpr bool BESIDE = false;
 
 // Weights of the shared expert, S, are asked for before the launches before are done.
 template <class W, class S> DEVICE void down_tiles(const step_down_args& a, const Lds& lds, uint32_t* word) {
-  uint32_t row = block_x(), half = block_y() % 2, block = block_y() / 2, first = block * DOWN_COLS, last = a.n - 1;
+  bool joined = a.residual;
+  uint32_t row = block_x(), half = joined ? block_y() % 2 : 0u, block = joined ? block_y() / 2 : block_y(), first = block * DOWN_COLS, last = a.n - 1;
   auto column = [&](uint32_t i) { return least(first + i, last); };
-  Weights common = half_of(a.shared_k, 1, half, true), routed = half_of(a.k, a.slots, half, true);
+  Weights common = down_part(a, a.shared_k, 1, half), routed = down_part(a, a.k, a.slots, half);
   auto shared_at = [&](uint32_t) { return Matrix{(const uint8_t*)a.shared_codes, (const uint16_t*)a.shared_scales}; };
   Walk<S> shared;
   begin(shared, common, shared_at, column);
@@ -220,41 +225,63 @@ template <class W, class S> DEVICE void down_tiles(const step_down_args& a, cons
   product(walk, routed, at, lds, 1, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
   Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
   auto sum = [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; };
+  uint64_t y = (uint64_t)row * a.n + first;
+  if (!joined) {
+    if (tile_group() == 0 && first + tile_lane() < a.n) ((float*)a.y)[y + tile_lane()] = sum(0, 0);
+    return;
+  }
   for_both(halves, row * ((a.n + DOWN_COLS - 1) / DOWN_COLS) + block, half, true, 1, word, sum, [&](uint32_t, uint32_t lane, uint32_t, float both) {
-    uint64_t to = (uint64_t)row * a.n + first + lane;
+    uint64_t to = y + lane;
     if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + both);
   });
 }
 
-// Grid: rows, ceil(n / 32), with T = bf16 twice that: the halves of k side by side.
+// Grid: rows, ceil(n / 32), with T = bf16 and a residual twice that: the halves of k side by side. T = f32: one after the other.
 template <class T, class W> struct Down;
 template <class W> struct Down<float, W> {
-  template <class S> DEVICE void shared(const step_down_args& a, uint32_t first, uint32_t last, float* to) {
-    const float* x = (const float*)a.shared_act + (uint64_t)block_x() * a.shared_k;
-    down_f32(rows_of<S>(a.shared_codes, a.shared_scales, 0, a.shared_k), first, last, x, to);
+  template <class S> DEVICE void shared(const step_down_args& a, const Weights& part, uint32_t first, uint32_t last, float* to) {
+    const float* x = (const float*)a.shared_act + (uint64_t)block_x() * a.shared_k + part.first;
+    down_f32(rows_of<S>(a.shared_codes, a.shared_scales, 0, part), first, last, x, to);
+  }
+  // The products of one half.
+  DEVICE void multiply(const step_down_args& args, uint32_t half, uint32_t first, uint32_t last, float* products) {
+    const step_down_args& a = kernel_args(args);
+    Weights common = down_part(a, a.shared_k, 1, half), routed = down_part(a, a.k, a.slots, half);
+    float* to = products + SLOTS_MAX * DOWN_COLS;
+    if (a.shared_format == WEIGHT_F32) shared<f32_weights>(a, common, first, last, to);
+    else if (a.shared_format == WEIGHT_BF16) shared<bf16_weights>(a, common, first, last, to);
+    else shared<q8g64_weights>(a, common, first, last, to);
+    ROLLED
+    for (uint32_t slot = 0; slot < a.slots; slot++) {
+      uint64_t pair = (uint64_t)block_x() * a.slots + slot;
+      uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
+      const float* x = (const float*)a.act + pair * a.k + routed.first;
+      to = products + slot * DOWN_COLS;
+      if (expert < a.experts) down_f32(rows_of<W>(a.codes, a.scales, (uint64_t)expert * a.n, routed), first, last, x, to);
+      else if (thread_id() < DOWN_COLS) to[thread_id()] = 0.0f;
+    }
   }
   DEVICE void run(const step_down_args& a) {
     SHARED(float, products, (SLOTS_MAX + 1) * DOWN_COLS);  // [slot, then shared][column]
     next_may_begin();
     previous_done();
     uint32_t row = block_x(), first = block_y() * DOWN_COLS, last = a.n - 1 - first, c = thread_id();
-    float* common = products + SLOTS_MAX * DOWN_COLS;
-    if (a.shared_format == WEIGHT_F32) shared<f32_weights>(a, first, last, common);
-    else if (a.shared_format == WEIGHT_BF16) shared<bf16_weights>(a, first, last, common);
-    else shared<q8g64_weights>(a, first, last, common);
-    for (uint32_t slot = 0; slot < a.slots; slot++) {
-      uint64_t pair = (uint64_t)row * a.slots + slot;
-      uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
-      float* to = products + slot * DOWN_COLS;
-      if (expert < a.experts) down_f32(rows_of<W>(a.codes, a.scales, (uint64_t)expert * a.n, a.k), first, last, (const float*)a.act + pair * a.k, to);
-      else if (c < DOWN_COLS) to[c] = 0.0f;
+    uint32_t halves = a.residual ? 2u : 1u;
+    float total = 0.0f;
+    ROLLED
+    for (uint32_t half = 0; half < halves; half++) {
+      if (half) block_sync();
+      multiply(a, opaque(half), first, last, products);
+      block_sync();
+      if (c >= DOWN_COLS) continue;
+      float sum = 0.0f;
+      for (uint32_t slot = 0; slot < a.slots; slot++) sum = fma_f32(weight_of(a, row, slot), products[slot * DOWN_COLS + c], sum);
+      sum += products[SLOTS_MAX * DOWN_COLS + c];
+      total = half ? total + sum : sum;
     }
-    block_sync();
     if (c >= DOWN_COLS || c > last) return;
-    float sum = 0.0f;
-    for (uint32_t slot = 0; slot < a.slots; slot++) sum = fma_f32(weight_of(a, row, slot), products[slot * DOWN_COLS + c], sum);
     uint64_t at = (uint64_t)row * a.n + first + c;
-    ((float*)a.y)[at] = ((const float*)a.residual)[at] + (sum + common[c]);
+    ((float*)a.y)[at] = a.residual ? ((const float*)a.residual)[at] + total : total;
   }
 };
 template <class W> struct Down<bf16, W> {

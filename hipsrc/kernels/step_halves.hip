@@ -1,6 +1,7 @@
 // step_halves.hip - y = T(residual + x @ w^T) of a decode step for T = bf16, where two blocks share a set of columns and each has half of k: the order in
 // which a pair of devices, which have half of the weights each, adds. Struct: step_gemv_args, segment 0, no norm; part FETCH. The wave product
-// (wave_product.h), wide where the first half of k is at least LONG_K.
+// (wave_product.h), wide where the first half of k is at least LONG_K
+// (step_gemv_args).
 #include "portable.h"
 #include "fetch.h"
 #include "wave_product.h"
@@ -22,7 +23,7 @@ template <class W> DEVICE void run(const step_gemv_args& a) {
   }
   uint32_t block = block_x() - a.part_blocks, half = block % 2, turns = (a.rows + ROWS - 1) / ROWS, set = block / 2 / turns;
   uint32_t first_row = (block / 2 - set * turns) * ROWS, rows = a.rows - first_row < ROWS ? a.rows - first_row : ROWS, last = a.n[0] - 1u;
-  bool wide = first_half(a.k) >= LONG_K;
+  bool wide = a.wide;
   uint32_t column = (wide ? set : set * WAVES + tile_group()) * COLS;
   Weights w = half_of(a.k, 1, half, wide);
   auto at = [&](uint32_t) { return Matrix{(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}; };

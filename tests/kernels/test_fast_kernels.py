@@ -86,7 +86,7 @@ class BothWays:
         device.synchronize()
         self.seen.add(kernel.name)
         for field in SCRATCH.get(kernel.name, ()):
-            memory.pop(getattr(args, field))
+            memory.pop(getattr(args, field), None)
         for address, view in memory.items():
             wrong = np.flatnonzero(view != want[address])
             where = f"{kernel.name}, grid {grid}: {len(wrong)} of {len(view)} bytes of the buffer at {address:#x} differ"
