@@ -87,7 +87,7 @@ def shard_widths(spec: ModelSpec, shard: Shard) -> ShardWidths:
     """The side's parts of the widths of `spec`; the split of k is `ops.halves.first_half`, as on one device.
 
     Raises InputError that names the tensor which two devices cannot share: an odd number of heads, heads that do not end at the first half of o's
-    columns, a second half of k that is empty or no multiple of 8 (of 64 where k is one), a vocabulary of one.
+    columns, a second half of k below 64 or no multiple of 8 (of 64 where k is one), a vocabulary of one.
     """
     heads, k = spec.n_heads, spec.n_heads * spec.v_head_dim
     if shard.count > 1:
@@ -124,7 +124,8 @@ def _k_of(name: str, k: int, shard: Shard, used: bool) -> range:
     if used and shard.count > 1:
         unit = _PLAIN_COLUMNS if k % GROUP else GROUP
         got = f"{k} columns, {min(first, k)} for the first device and {max(k - first, 0)} for the second"
-        _require(k > first and (k - first) % unit == 0, name, got, f"a multiple of {unit} above 0 for the second")
+        wanted = f"a multiple of {unit}, at least {GROUP}, for the second"  # below a group tiles of bf16 read past the row
+        _require(k - first >= GROUP and (k - first) % unit == 0, name, got, wanted)
     return shard.of(k, min(first, k))
 
 

@@ -109,7 +109,7 @@ def check_sides(whole: Weights, owner: Weights, peer: Weights, spec: ModelSpec) 
 
 VARIANTS: list[dict[str, Any]] = [
     {"overrides": {"moe_intermediate_size": 192}},  # 128 + 64
-    {"dtype": "bfloat16", "mtp": True, "overrides": {"moe_intermediate_size": 104}},  # 64 + 40: not quantised
+    {"dtype": "bfloat16", "mtp": True, "overrides": {"moe_intermediate_size": 200}},  # 128 + 72: not quantised
     {"fp8": True, "mtp": True, "overrides": {"moe_intermediate_size": 320}},  # 192 + 128, which starts inside a block of scales and ends in the next
     {"packed_experts": True, "dtype": "bfloat16", "overrides": {"moe_intermediate_size": 128}},
     {"fp8": True, "real_widths": True, "heads": 2, "overrides": {"intermediate_size": 200, "moe_intermediate_size": 256, "hidden_size": 264}},
@@ -223,9 +223,19 @@ REFUSED: list[tuple[dict[str, int], str]] = [
     ({"n_heads": 7}, r"self_attn\.q_b_proj\.weight: got 7 heads, wanted an even number"),
     ({"n_heads": 2}, r"self_attn\.o_proj\.weight: got 1 heads with 32 of 64 columns, wanted heads that end with the first half of the columns, 64"),
     ({"n_heads": 6}, r"self_attn\.o_proj\.weight: got 3 heads with 96 of 192 columns, .* 128"),
-    ({"dense_width": 64}, r"mlp\.down_proj\.weight: got 64 columns, 64 for the first device and 0 for the second, wanted a multiple of 64 above 0"),
-    ({"dense_width": 40}, r"mlp\.down_proj\.weight: got 40 columns, 40 for the first device and 0 for the second, wanted a multiple of 8 above 0"),
-    ({"expert_width": 100}, r"mlp\.experts\.\*\.down_proj\.weight: got 100 columns, 64 .* and 36 for the second, wanted a multiple of 8 above 0"),
+    (
+        {"dense_width": 64},
+        r"mlp\.down_proj\.weight: got 64 columns, 64 for the first device and 0 for the second, wanted a multiple of 64, at least 64",
+    ),
+    (
+        {"dense_width": 40},
+        r"mlp\.down_proj\.weight: got 40 columns, 40 for the first device and 0 for the second, wanted a multiple of 8, at least 64",
+    ),
+    (
+        {"expert_width": 136},
+        r"mlp\.experts\.\*\.down_proj\.weight: got 136 columns, 128 .* and 8 for the second, wanted a multiple of 8, at least 64",
+    ),
+    ({"expert_width": 100}, r"mlp\.experts\.\*\.down_proj\.weight: got 100 columns, 64 .* and 36 for the second, wanted a multiple of 8, at"),
     ({"n_shared_experts": 0}, r"mlp\.shared_experts\.down_proj\.weight: got 0 columns"),
     ({"vocab_size": 1}, r"lm_head\.weight: got 1 row, wanted at least 2"),
 ]
