@@ -71,13 +71,19 @@ class SumExchange:
         streams, then each side's sums [rows, n] f32, residual and y [rows, n] T on its device; y may be residual. At most `values_max` values.
         After a side that did not answer, y is undefined and `check` raises. Raises ContractError.
         """
+        for side in (0, 1):  # both before either starts: a side whose other half is refused would wait for it
+            d = Dims("exchange_sums")
+            d.match("sums", sums[side], "rows", "n", dtype=DType.F32)
+            d.match("residual", residuals[side], "rows", "n", dtype=_T)
+            d.match("y", ys[side], "rows", "n", dtype=residuals[side].dtype)
+            count = d["rows"] * d["n"]
+            d.require(count <= self.values_max, f"sums have {count} values, expected at most {self.values_max}")
+            d.require(sums[side].shape == sums[0].shape, f"side 1's sums are {sums[side].shape}, expected {sums[0].shape} as side 0's")
         self._number += 1
         if self.fast:
             for side in (0, 1):
                 self._launch(side, streams[side], sums[side], residuals[side], ys[side])
             return
-        count = sums[0].shape[0] * sums[0].shape[1]
-        Dims("exchange").require(count <= self.values_max, f"sums have {count} values, expected at most {self.values_max}")
         others = [Array(array.buffer, DType.F32, sums[0].shape) for array in self._others]
         self.link.copy(sums[0], others[1], streams[0], streams[1])
         self.link.copy(sums[1], others[0], streams[1], streams[0])
@@ -85,12 +91,7 @@ class SumExchange:
         halves.join(streams[1], others[1], sums[1], residuals[1], ys[1])
 
     def _launch(self, side: int, stream: Stream, sums: Array, residual: Array, y: Array) -> None:
-        d = Dims("exchange_sums")
-        d.match("sums", sums, "rows", "n", dtype=DType.F32)
-        d.match("residual", residual, "rows", "n", dtype=_T)
-        d.match("y", y, "rows", "n", dtype=residual.dtype)
-        count = d["rows"] * d["n"]
-        d.require(count <= self.values_max, f"sums have {count} values, expected at most {self.values_max}")
+        count = sums.shape[0] * sums.shape[1]
         args = exchange_args(
             sums=sums.address,
             outbox=self._mailboxes[1 - side].address,
