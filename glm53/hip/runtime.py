@@ -91,7 +91,13 @@ def control() -> ctypes.CDLL:
     info = select()
     if info.name == "rocm":
         raise RuntimeUnavailable(f"{info.library} is AMD's library: it has no control symbols; next: {VARIABLE}=cpu")
-    return ctypes.CDLL(info.library)
+    library = ctypes.CDLL(info.library)
+    if info.name == "cpu":
+        library.glm53_cpu_seed.argtypes = (ctypes.c_uint64, ctypes.c_int)
+        library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
+        for counter in (library.glm53_cpu_calls, library.glm53_cpu_live):
+            counter.argtypes, counter.restype = (ctypes.c_char_p,), ctypes.c_uint64
+    return library
 
 
 def configure_cpu(devices: int, bytes_per_device: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -33,7 +32,6 @@ def fail_next(device: Device) -> Iterator[object]:
     if device.runtime.name != "cpu":
         pytest.skip("needs the cpu runtime's fault injection")
     inject = runtime.control().glm53_cpu_fail
-    inject.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
     names = []
 
     def fail(name: str, code: int) -> None:

@@ -35,9 +35,7 @@ def control() -> Iterator[ctypes.CDLL]:
     """The cpu runtime's own symbols; faults and seeds end with the test."""
     if runtime.select().name != "cpu":
         pytest.skip("needs the cpu runtime")
-    library = ctypes.CDLL(str(runtime.select().library))
-    library.glm53_cpu_seed.argtypes = (ctypes.c_uint64, ctypes.c_int)
-    library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
+    library = runtime.control()
     yield library
     library.glm53_cpu_seed(0, 0)
 
@@ -145,6 +143,22 @@ def test_refusals(pair: tuple[Device, Device]) -> None:
             both = (arrays[0], arrays[1])
             with pytest.raises(ContractError, match="sums have 65 values, expected at most 64"):
                 exchange.add(streams, both, both, both)
+
+
+@pytest.mark.parametrize("mode", (PeerAccess.ON, PeerAccess.OFF))
+def test_a_refused_side_starts_neither(pair: tuple[Device, Device], mode: PeerAccess) -> None:
+    """The other side does not wait for it, and the next exchange is right."""
+    with ExitStack() as stack:
+        link, streams = opened(stack, pair, mode), streams_of(stack, pair)
+        exchange = stack.enter_context(SumExchange(link, 64, fast=mode is PeerAccess.ON, budget=1000))
+        good, odd = (tuple(Array.from_numpy(device, np.ones((1, n), np.float32)) for device in pair) for n in (64, 63))
+        sides = (good[0], good[1])
+        for second, ys in ((odd[1], sides), (Array.from_numpy(pair[1], np.ones((1, 64), np.uint32)), sides), (odd[1], (good[0], odd[1]))):
+            with pytest.raises(ContractError):
+                exchange.add(streams, (good[0], second), ys, ys)
+            exchange.check(streams)
+            np.testing.assert_array_equal(good[0].numpy(), 1)
+        run(pair, exchange, streams, (1, 64), F32, 3)
 
 
 def test_nothing_is_left(pair: tuple[Device, Device], control: ctypes.CDLL) -> None:

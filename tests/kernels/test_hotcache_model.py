@@ -5,7 +5,6 @@ Events are drawn from a seed as data; after each one every plan, fetch list, tab
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter as Tally
 from dataclasses import dataclass, field
 
@@ -208,7 +207,6 @@ def test_no_schedule_changes_an_entry(device: Device) -> None:
     if runtime.select().name != "cpu":
         pytest.skip("schedules are the cpu runtime's to choose")
     control = runtime.control()
-    control.glm53_cpu_seed.argtypes = (ctypes.c_uint64, ctypes.c_int)
     setting = Setting("schedules", slots=40, k=24, positions=300, events=40)
     with Bench(device) as bench:
         expected = Driver(setting, bench, seed=9).run()

@@ -77,12 +77,7 @@ BYSTANDER_PROMPT, BYSTANDER_STEP = ids(20, 260), ids(21, 3)
 
 def control() -> ctypes.CDLL:
     """The cpu runtime's own symbols."""
-    library = runtime.control()
-    library.glm53_cpu_seed.argtypes = (ctypes.c_uint64, ctypes.c_int)
-    library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
-    library.glm53_cpu_calls.argtypes, library.glm53_cpu_calls.restype = (ctypes.c_char_p,), ctypes.c_uint64
-    library.glm53_cpu_live.argtypes, library.glm53_cpu_live.restype = (ctypes.c_char_p,), ctypes.c_uint64
-    return library
+    return runtime.control()
 
 
 def live() -> dict[str, int]:

@@ -41,7 +41,6 @@ def control() -> Iterator[ctypes.CDLL]:
     if runtime.select().name != "cpu":
         pytest.skip("faults are the cpu runtime's to choose")
     library = runtime.control()
-    library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
     yield library
     library.glm53_cpu_fail(b"hipMalloc", 0, 0)
 

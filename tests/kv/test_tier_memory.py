@@ -43,8 +43,6 @@ def control() -> Iterator[ctypes.CDLL]:
     if runtime.select().name != "cpu":
         pytest.skip("faults are the cpu runtime's to choose")
     library = runtime.control()
-    library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
-    library.glm53_cpu_live.argtypes, library.glm53_cpu_live.restype = (ctypes.c_char_p,), ctypes.c_uint64
     yield library
     for api in ("hipHostRegister", "hipHostMalloc"):
         library.glm53_cpu_fail(api.encode(), 0, 0)

@@ -32,10 +32,6 @@ def control() -> Iterator[ctypes.CDLL]:
     if runtime.select().name != "cpu":
         pytest.skip("schedules and faults are the cpu runtime's to choose")
     library = runtime.control()
-    library.glm53_cpu_seed.argtypes = (ctypes.c_uint64, ctypes.c_int)
-    library.glm53_cpu_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
-    library.glm53_cpu_calls.argtypes, library.glm53_cpu_calls.restype = (ctypes.c_char_p,), ctypes.c_uint64
-    library.glm53_cpu_live.argtypes, library.glm53_cpu_live.restype = (ctypes.c_char_p,), ctypes.c_uint64
     yield library
     library.glm53_cpu_seed(0, 0)
 

@@ -300,7 +300,6 @@ def test_failing_calls_leave_nothing_live(make_checkpoint: Make, device: Device,
     if device.runtime.name != "cpu":
         pytest.skip("fault injection is the cpu runtime's")
     library = runtime.control()
-    library.glm53_cpu_live.restype = ctypes.c_uint64
 
     def live() -> dict[str, int]:
         kinds = ("allocations", "allocated_bytes", "host_allocations", "streams", "events", "queued")
