@@ -105,6 +105,11 @@ class Shard:
         """This side's of `size` items, of which the owner of a pair has the first `first`."""
         return range(size) if self.count == 1 else (range(first), range(first, size))[self.index]
 
+    def rows_of(self, rows: int, extent_rows: int) -> int:
+        """How many of the first `rows` rows lie in extents of this side, which are those whose number is `index` modulo `count`."""
+        turns, rest = divmod(rows, extent_rows * self.count)
+        return turns * extent_rows + min(max(rest - self.index * extent_rows, 0), extent_rows)
+
 
 WHOLE = Shard()
 

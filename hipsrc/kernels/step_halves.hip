@@ -1,7 +1,6 @@
 // step_halves.hip - y = T(residual + x @ w^T) of a decode step for T = bf16, where two blocks share a set of columns and each has half of k: the order in
 // which a pair of devices, which have half of the weights each, adds. Struct: step_gemv_args, segment 0, no norm; part FETCH. The wave product
-// (wave_product.h), wide where the first half of k is at least LONG_K
-// (step_gemv_args).
+// (wave_product.h), wide where the first half of k is at least LONG_K.
 #include "portable.h"
 #include "fetch.h"
 #include "wave_product.h"

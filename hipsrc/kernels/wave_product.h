@@ -209,7 +209,7 @@ DEVICE Weights half_of(uint32_t k, uint32_t matrices, uint32_t half, bool wide) 
 }
 DEVICE uint32_t half_sums(bool wide) { return wide ? HALF_SUMS : WAVES * HALF_SUMS; }
 
-// for_outputs of the sums of both halves, in the block that comes second. `word`: LDS of the caller's. sum(wave, column, row): of this half.
+// for_outputs of the sums of both halves, in the block that comes second. `word`: LDS of the caller's. sum(wave, row): of this half.
 template <class Sum, class F>
 DEVICE void for_both(const Halves& h, uint32_t set, uint32_t half, bool wide, uint32_t rows, uint32_t* word, const Sum& sum, const F& f) {
   uint32_t wave = wide ? 0u : tile_group(), each = half_sums(wide);
