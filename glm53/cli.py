@@ -83,12 +83,28 @@ model_argument = click.argument(
 )
 
 
+class DeviceNumbers(click.ParamType):
+    """Device numbers with commas between them, as a tuple."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"got {value!r}, wanted a device number, or two with a comma between them: 0,1", param, ctx)
+
+
 def engine_options(command: Any) -> Any:
     """Adds an option for every field of EngineConfig, with the field's default and help."""
     for spec in reversed(fields(EngineConfig)):
         default = spec.default
         flag = "--" + spec.name.replace("_", "-")
         extra: dict[str, Any] = {"is_flag": True} if isinstance(default, bool) else {"type": type(default)}
+        if isinstance(default, tuple):
+            default, extra = ",".join(map(str, default)), {"type": DeviceNumbers()}
         if default is True:
             flag = f"{flag}/--no-{flag[2:]}"
         if "choices" in spec.metadata:

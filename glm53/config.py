@@ -303,7 +303,12 @@ class EngineConfig:
     """Settings of an engine. The command line takes names, defaults, units and help from the fields. Raises `InputError` on a bad value."""
 
     runtime: str = _setting("auto", "HIP runtime; auto: rocm if a device answers, else cuda, else cpu.", choices=("auto", "rocm", "cuda", "cpu"))
-    device_index: int = _setting(0, "Device number, as `glm53 devices` lists it.")
+    devices: tuple[int, ...] = _setting((0,), "Device number, as `glm53 devices` lists it; two with a comma share the model: 0,1.")
+    p2p: str = _setting(
+        "auto",
+        "Between two devices: auto uses peer access where it passes its check, else copies through host memory.",
+        choices=("auto", "on", "off"),
+    )
     dtype: str = _setting("bf16", "Type of activations and history rows; f32 is for parity with transformers.", choices=("bf16", "f32"))
     weights: str = _setting(
         "auto",
@@ -328,11 +333,15 @@ class EngineConfig:
     host_memory: str = _setting("register", "How host RAM is page-locked: hipHostRegister or hipHostMalloc.", choices=("register", "hostmalloc"))
     host_chunk_mib: int = _setting(256, "Size of one page-locked piece of host RAM.", unit="MiB")
     graphs: bool = _setting(True, "Record decode steps as graphs and replay them; without, every kernel is launched. The output is the same.")
+    check_pair: bool = _setting(False, "Compare what both devices of a pair hold after every exchange, for debugging; slow.")
     check_weights: bool = _setting(False, "Look for NaN and infinity in every tensor before loading.")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value, wanted = getattr(self, item.name), type(item.default)
+            if wanted is tuple and isinstance(value, (int, list)) and not isinstance(value, bool):
+                value = (value,) if isinstance(value, int) else tuple(value)
+                object.__setattr__(self, item.name, value)
             if wanted is float and type(value) is int:
                 object.__setattr__(self, item.name, float(value))
             elif type(value) is not wanted:
@@ -342,7 +351,7 @@ class EngineConfig:
                 raise InputError(f"{item.name} is {value!r}, expected one of {', '.join(choices)}")
         if self.weights == "f32" and self.dtype != "f32":
             raise InputError(f"weights is f32, expected auto, q8q4 or bf16 with dtype {self.dtype}; f32 weights need dtype f32")
-        self._range("device_index", 0, 1023)
+        self._check_devices()
         self._range("latent_norm_eps", 1e-12, 1e-2)
         self._range("prefill_chunk_rows", 1, 1 << 16)
         self._range("extent_rows", 64, 1 << 20)
@@ -355,6 +364,13 @@ class EngineConfig:
         self._range("host_chunk_mib", 2, 1 << 20)
         if self.kv_format not in ("auto", "q8g64", self.dtype):
             raise InputError(f"kv_format is {self.kv_format}, expected auto, q8g64 or {self.dtype} with dtype {self.dtype}")
+
+    def _check_devices(self) -> None:
+        numbers = all(type(index) is int and 0 <= index <= 1023 for index in self.devices)
+        if not numbers or len(self.devices) not in (1, 2) or len(set(self.devices)) != len(self.devices):
+            raise InputError(f"devices is {self.devices!r}, expected one device number or two different ones, 0 to 1,023")
+        if self.check_pair and len(self.devices) == 1:
+            raise InputError("check_pair is True, expected False with one device; it compares two, devices=(0, 1)")
 
     def row_format(self, spec: ModelSpec) -> RowFormat:
         """Format of history rows for a model. Raises InputError where the format cannot hold its widths."""

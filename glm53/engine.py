@@ -4,17 +4,16 @@
     with Engine.open("models/glm53-demo") as engine:
         print(engine.generate("In the beginning", SamplingParams(temperature=0)).text)
 
-One engine drives one device. Several threads may use it: their steps take turns, and their requests together need at most `sessions_max`
-sessions. Greedy or sampled, a request's tokens depend on its prompt, its parameters, the chunk size class of its prompt rows and the weights
-alone, never on the requests beside it.
+One engine drives one device, or two that share a model's layers between them (`devices=(0, 1)`). Several threads may use it: their steps take
+turns, and their requests together need at most `sessions_max` sessions. Greedy or sampled, a request's tokens depend on its prompt, its parameters,
+the chunk size class of its prompt rows and the weights alone, never on the requests beside it or on the number of devices.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,130 +22,108 @@ from typing import cast
 
 import numpy as np
 
-from glm53.check import litmus
+from glm53 import paths
 from glm53.config import EngineConfig, GenerationDefaults, check_prompt, check_widths, read_config, read_generation_config
 from glm53.errors import DeviceLost, Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
-from glm53.kv import HostTier, HostTierConfig, ResidentTier, RowStore, StepRows, step_of
-from glm53.mem.extents import ExtentShape
+from glm53.kv import HostTier, KeyStore, ResidentTier
 from glm53.mem.ledger import Ledger, device_place
 from glm53.model.checkpoint import Checkpoint
 from glm53.model.decode import Decoder, row_error_text
-from glm53.model.forward import Forward, Rows, row_layout
-from glm53.model.sampler import Drawn, Sampler
+from glm53.model.forward import row_layout
+from glm53.model.pair import SIDES, Pair
+from glm53.model.sampler import Drawn
+from glm53.model.side import Side, context_rows_max, step_rows_max
+from glm53.model.stage import Stage
 from glm53.model.step import StepForward
 from glm53.model.weights import Weights, load_weights
 from glm53.request import Batch, Chunk, Completion, Prompt, Request, TokenLogprob, fresh_seed, integers, is_single
 from glm53.sampling import SamplingParams
 from glm53.sched.queue import Prefill, Queue, Step
-from glm53.spec import DType, ModelSpec, RowFormat
+from glm53.spec import WHOLE, DType, ModelSpec
 from glm53.tokenizer import StopMatcher, StreamDecoder, Tokenizer
-
-STEP_ROWS_MIN = 8  # query rows that one step can hold, even with one session: room for draft verification
 
 Progress = Callable[[int, int, str], None]
 
 
 class Engine:
-    """A model on a device. Open with `Engine.open`, close with `close` or a `with` block."""
+    """A model on a device or on a pair of them. Open with `Engine.open`, close with `close` or a `with` block."""
 
     def __init__(
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        device: Device,
-        weights: Weights,
+        devices: Sequence[Device],
+        weights: Sequence[Weights],
         tokenizer: Tokenizer | None,
         progress: Progress | None = None,
         ledger: Ledger | None = None,
-        drawn: Array | None = None,
+        drawn: Sequence[Array] | None = None,
     ):
-        """drawn: positions [draws, index_topk] i32 that replace the indexer's selection in decode steps (`StepForward`)."""
+        """devices, weights: one, or the two sides of a pair. drawn: on each device positions [draws, index_topk] i32 that replace the indexer's
+        selection in decode steps (`StepForward`)."""
         self.ledger = Ledger() if ledger is None else ledger  # of what this engine allocates
-        self.config, self.spec, self.device, self.weights, self.tokenizer = config, spec, device, weights, tokenizer
+        self.config, self.spec, self.devices, self.tokenizer = config, spec, tuple(devices), tokenizer
         self.defaults = GenerationDefaults()
-        self.dtype = DType.F32 if config.dtype == "f32" else DType.BF16
-        self.context_rows_max = min(config.context_rows_max or spec.max_position_embeddings, spec.max_position_embeddings)
+        self.context_rows_max = context_rows_max(config, spec)
+        self.sessions_max, self.step_rows_max = config.sessions_max, step_rows_max(config)
         self.notes: list[str] = []  # which fast paths are in use, and why
-        fetch = self._fetch_method()
-        # Right before the tier makes its own two: neighbouring streams get different hardware queues, so that they can overlap.
-        self._stream = device.stream()
-        self._passes = deque([device.event(), device.event()])  # ends of the last two passes, the last one first
         self._turn = threading.RLock()  # held for a step; re-entrant, since an abandoned stream may be collected inside a step
-        self.sessions_max = config.sessions_max
-        self.step_rows_max = max(self.sessions_max, STEP_ROWS_MIN)
-        rows_max = max(config.prefill_chunk_rows, self.step_rows_max)
-        self.tier = self._make_tier(rows_max, fetch, progress)
-        key_shape = ExtentShape(config.extent_rows, len(spec.full_layers), spec.index_head_dim * self.dtype.item_bytes)
-        self.keys = RowStore(device, self._stream, key_shape, self.sessions_max, self.context_rows_max, "index keys")
-        flag = lambda: Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
-        self.prompt_row_error, self.step_row_error = flag(), flag()  # [1] u32: 1 + a row that could not be quantised
-        self.sampler = Sampler(device, self._stream, self.step_rows_max, self.sessions_max, spec.vocab_size)
-        self.step = self._make_step(drawn)
-        self.forward = Forward(device, self._stream, spec, weights, self.dtype, rows_max, self.tier, self.keys, self.step.head, self.prompt_row_error)
-        self.decoder = Decoder(device, self._stream, self.step, self.sampler, self.keys, graphs=self._uses_graphs())
+        fetch = paths.fetch_method(devices, config, self.notes)
+        graphs = paths.replays_graphs(devices, config, self.notes)
+        pair = self._make_pair() if len(self.devices) == 2 else None
+        try:
+            sides = [
+                Side(
+                    device,
+                    config,
+                    spec,
+                    weights[index],
+                    fetch,
+                    progress,
+                    None if drawn is None else drawn[index],
+                    None if pair is None else pair.side(index),
+                )
+                for index, device in enumerate(devices)
+            ]
+        except BaseException:
+            if pair is not None:
+                pair.close()
+            raise
+        self.stage = Stage(sides, pair)
+        self.decoder = Decoder(self.stage, graphs)
 
-    def _make_step(self, drawn: Array | None) -> StepForward:
-        rows = StepRows.make(self.device, self.step_rows_max, self.sessions_max)
-        return StepForward(
-            self.device,
-            self._stream,
-            self.spec,
-            self.weights,
-            self.dtype,
-            rows,
-            self.sampler.tokens,
-            step_of(self.tier, rows),
-            self.keys,
-            self.tier.layout.row_format,
-            self.step_row_error,
-            drawn,
-        )
+    def _make_pair(self) -> Pair:
+        config, spec = self.config, self.spec
+        link, fast = paths.pair_link(self.devices, config, self.notes)
+        chunk_rows_max = max(config.prefill_chunk_rows, self.step_rows_max)
+        try:
+            return Pair(link, spec, fast, config.check_pair, self.step_rows_max, chunk_rows_max, row_layout(spec, config.row_format(spec)).row_bytes)
+        except BaseException:
+            link.close()
+            raise
 
-    def _uses_graphs(self) -> bool:
-        """Whether decode steps are recorded and replayed: if asked for, and a short replay gives what launches give."""
-        if not self.config.graphs:
-            return False
-        replay = litmus.graph_replay(self.device, nodes=64, replays=8)
-        self.notes.append(
-            f"decode steps are recorded and replayed as graphs ({replay.detail})"
-            if replay.passed
-            else f"decode steps are enqueued launch by launch, since graphs do not replay right here: {replay.detail}"
-        )
-        return replay.passed
+    # Of the single device, or of a pair's owner
 
-    def _fetch_method(self) -> str:
-        """How the host tier brings missed rows: by kernels that read host memory where the litmus loop passes, else gathered by the host."""
-        if self.config.kv_tier == "resident":
-            return "kernel"
-        reads_host = litmus.registered_memory(self.device)
-        self.notes.append(
-            f"missed rows are read by kernels straight from host memory ({reads_host.detail})"
-            if reads_host.passed
-            else f"missed rows are gathered by the host, since kernels cannot read registered memory here: {reads_host.detail}"
-        )
-        return "kernel" if reads_host.passed else "copy"
+    @property
+    def device(self) -> Device:
+        return self.devices[0]
 
-    def _make_tier(self, pass_rows_max: int, fetch: str, progress: Progress | None) -> ResidentTier | HostTier:
-        config = self.config
-        layout = row_layout(self.spec, config.row_format(self.spec))
-        if config.kv_tier == "resident":
-            return ResidentTier(self.device, self._stream, layout, config.extent_rows, self.sessions_max, self.context_rows_max, pass_rows_max)
-        # More hot rows than a session can have would never be used.
-        hot_rows = min(config.hot_rows, -(-self.context_rows_max // 64) * 64)
-        sizes = HostTierConfig(
-            hot_rows=max(hot_rows, HostTierConfig.ring_rows_for(self.step_rows_max) + 64) if hot_rows < config.hot_rows else hot_rows,
-            step_rows_max=self.step_rows_max,
-            extent_rows=config.extent_rows,
-            sessions_max=self.sessions_max,
-            rows_max=self.context_rows_max,
-            topk=self.spec.index_topk,
-            host_bytes=int(config.host_kv_gib * 2**30),
-            chunk_bytes=config.host_chunk_mib << 20,
-            method=config.host_memory,
-            fetch=fetch,
-        )
-        return HostTier(self.device, self._stream, layout, sizes, progress)
+    @property
+    def weights(self) -> Weights:
+        return self.stage.first.weights
+
+    @property
+    def tier(self) -> ResidentTier | HostTier:
+        return self.stage.first.tier
+
+    @property
+    def keys(self) -> KeyStore:
+        return self.stage.first.keys
+
+    @property
+    def step(self) -> StepForward:
+        return self.stage.first.step
 
     @classmethod
     def open(cls, path: str | Path, config: EngineConfig | None = None, progress: Progress | None = None, **settings: object) -> Engine:
@@ -166,30 +143,39 @@ class Engine:
         check_widths(spec, config.dtype)
         tokenizer = Tokenizer.open(path) if (Path(path) / "tokenizer.json").exists() else None
         runtime.select(None if config.runtime == "auto" else config.runtime)
-        ledger = Ledger()
-        device = Device(config.device_index, watch=partial(ledger.count, device_place(config.device_index)))
+        ledger, devices = Ledger(), []
         try:
+            for index in config.devices:
+                devices.append(Device(index, watch=partial(ledger.count, device_place(index))))
             dtype = DType.F32 if config.dtype == "f32" else DType.BF16
-            weights = load_weights(checkpoint, spec, device, dtype, progress=progress, check=config.check_weights, weights=config.weights)
-            engine = cls(config, spec, device, weights, tokenizer, progress, ledger)
+            shards = SIDES if len(devices) == 2 else (WHOLE,)
+            weights = [
+                load_weights(checkpoint, spec, device, dtype, progress=progress, check=check, weights=config.weights, shard=shard)
+                for device, shard, check in zip(devices, shards, (config.check_weights, False), strict=False)
+            ]
+            engine = cls(config, spec, devices, weights, tokenizer, progress, ledger)
         except BaseException:
-            device.close(free_buffers=True)
+            for device in devices:
+                device.close(free_buffers=True)
             raise
         engine.defaults = defaults
         return engine
 
     def close(self) -> None:
-        """Waits for the device and gives all its memory and the page-locked memory of the host back. Idempotent."""
+        """Waits for the devices and gives all their memory and the page-locked memory of the host back. Idempotent."""
         if self.device.closed:
             return
+        with ExitStack() as steps:  # each has its turn, the last one first
+            for device in self.devices:
+                steps.callback(device.close, free_buffers=True)
+            steps.callback(self._free)
+
+    def _free(self) -> None:
         try:
-            self.device.synchronize()
+            self.stage.free()
             self.decoder.close()
-            self.tier.free()
         except DeviceLost:
             pass  # nothing on a lost device can be given back; the process's end does it
-        finally:
-            self.device.close(free_buffers=True)
 
     def __enter__(self) -> Engine:
         return self
@@ -202,8 +188,12 @@ class Engine:
         return SamplingParams(**{name: value for name, value in asdict(self.defaults).items() if value is not None})
 
     def memory(self) -> dict[str, int]:
-        """Allocated bytes by category, those in host memory as `host: <category>`."""
-        return self.device.allocated_bytes()
+        """Allocated bytes by category, of all devices together, those in host memory as `host: <category>`."""
+        totals: dict[str, int] = {}
+        for device in self.devices:
+            for category, byte_count in device.allocated_bytes().items():
+                totals[category] = totals.get(category, 0) + byte_count
+        return totals
 
     def memory_by_place(self) -> dict[str, dict[str, int]]:
         """Allocated bytes by place ("device 0", "host") and category. `ledger.peak(place)` is the most that a place held at once."""
@@ -212,11 +202,13 @@ class Engine:
     def cache_counters(self) -> dict[str, int]:
         """What the hot caches did for the histories last opened in each slot: the counters of `ops.hotcache.Counter` and "bytes_from_host".
 
-        Empty for the resident tier. Waits for the device.
+        Of a pair the owner's, which the peer's equal (`cache_counters_by_device`). Empty for the resident tier. Waits for the device.
         """
-        if not isinstance(self.tier, HostTier):
-            return {}
-        return self.tier.counter_totals()
+        return self.cache_counters_by_device()[self.device.index]
+
+    def cache_counters_by_device(self) -> dict[int, dict[str, int]]:
+        """`cache_counters` of each device, by its number."""
+        return {side.device.index: side.tier.counter_totals() if isinstance(side.tier, HostTier) else {} for side in self.stage.sides}
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -292,17 +284,15 @@ class Engine:
         return self.tokenizer.encode(text)
 
     def _read_logits(self, count: int, row_error: Array) -> np.ndarray:
-        logits = self.step.logits.slice(0, count).numpy(self._stream)
+        logits = self.step.logits.slice(0, count).numpy(self.stage.first.stream)
+        self.stage.raise_silent()
         self._check_rows(row_error)
         return logits
 
     def _check_rows(self, row_error: Array) -> None:
         """Raises Glm53Error if a history row could not be quantised since the last call. Waits for the stream."""
-        if self.tier.layout.row_format is not RowFormat.Q8G64:
-            return
-        bad = int(row_error.numpy(self._stream)[0])
+        bad = self.stage.first.row_error(row_error)
         if bad:
-            row_error.upload(np.zeros(1, np.uint32), self._stream)
             raise Glm53Error(row_error_text(bad - 1))
 
     def _check_ids(self, ids: list[int], rows: int = 0) -> None:
@@ -312,57 +302,18 @@ class Engine:
         if self.device.closed:
             raise LifetimeError("the engine is used after close(); next: open it again")
 
-    def _open_session(self) -> int:
-        """A slot of tier and keys. Raises with nothing opened."""
-        slot = self.tier.open()
-        try:
-            return self.keys.open(slot)
-        except BaseException:
-            self.tier.close(slot)
-            raise
-
     def _close_sessions(self, slots: Sequence[int]) -> None:
-        """Gives the sessions' memory back, of every one, also when the device refuses to be waited for. After `close` nothing is left to do."""
-        if self.device.closed:
-            return
-        with ExitStack() as steps:  # each has its turn, the last one first
-            for slot in slots:
-                steps.callback(self.tier.close, slot)
-                steps.callback(self.keys.release, slot)
-
-    @contextmanager
-    def _all_or_nothing(self, slot: int) -> Iterator[None]:
-        """Whatever raises inside, the session has the rows that it had before."""
-        rows = self.tier.rows(slot)
-        try:
-            yield
-        except BaseException:
-            if self.tier.rows(slot) > rows:
-                self.tier.drop(slot, rows)
-                self.keys.truncate(slot, rows)
-            raise
-
-    def _prefill_chunk(self, slot: int, ids: list[int]) -> None:
-        """Computes the next prompt rows of a session; the logits of the last one stand in row 0 of the step's."""
-        start = self.tier.rows(slot)
-        self.keys.reserve(slot, start + len(ids))
-        positions = np.arange(start, start + len(ids), dtype=np.int32)
-        rows = Rows(np.array(ids, np.int32), positions, np.full(len(ids), slot, np.int32))
-        self.forward.run(rows, self.step.logits.slice(0, 1))
-        self.keys.advance(slot, len(ids))
-        # At most two passes are queued, so that an interrupt in a long prompt waits for no more than those.
-        self._passes.rotate()
-        self._passes[0].synchronize()
-        self._passes[0].record(self._stream)
+        """Gives the sessions' memory back. After `close` nothing is left to do."""
+        if not self.device.closed:
+            self.stage.close(slots)
 
     def _prefill(self, slot: int, ids: list[int]) -> None:
         """Prompt rows behind those that the session has, in as many passes as the tier wants. Logits of the last row in row 0 of the step's."""
         self.decoder.settle()  # the step's logits are about to be written
         done = 0
         while done < len(ids):
-            count = self.tier.chunk_rows(slot, len(ids) - done)
-            count = min(count, self.config.prefill_chunk_rows)
-            self._prefill_chunk(slot, ids[done : done + count])
+            count = min(self.stage.chunk_rows(slot, len(ids) - done), self.config.prefill_chunk_rows)
+            self.stage.prefill(slot, ids[done : done + count])
             done += count
 
     def _run(self, requests: list[Request]) -> Iterator[Chunk]:
@@ -390,13 +341,15 @@ class Engine:
         if isinstance(action, Prefill):
             request = batch.by_serial[action.serial]
             if action.start == 0:
-                request.slot = self._open_session()
-                self.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
+                request.slot = self.stage.open()
+                for side in self.stage.sides:
+                    side.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
             self._prefill(request.slot, request.prompt[action.start : action.stop])
             if not action.last:
                 return []
-            drawn = [(action.serial, self.sampler.draw(self.step.logits.slice(0, 1), [request.draw_row()])[0])]
-            self._check_rows(self.prompt_row_error)
+            every = [side.sampler.draw(side.step.logits.slice(0, 1), [request.draw_row()])[0] for side in self.stage.sides]
+            drawn = [(action.serial, every[0])]
+            self._check_rows(self.stage.first.prompt_row_error)
         else:
             drawn = self._step(action, batch)
         chunks = [batch.by_serial[serial].accept(one, self.spec.eos_token_ids, self.context_rows_max) for serial, one in drawn]
@@ -437,7 +390,7 @@ class Session:
         self._engine = engine
         with engine._turn:
             engine._check_open()
-            self._slot: int | None = engine._open_session()
+            self._slot: int | None = engine.stage.open()
 
     @property
     def slot(self) -> int:
@@ -448,16 +401,16 @@ class Session:
     @property
     def rows(self) -> int:
         """Rows of the history: tokens computed so far."""
-        return self._engine.tier.rows(self.slot)
+        return self._engine.stage.rows(self.slot)
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """Appends prompt rows; logits [vocab] f32 after the last one. If it raises, no row was appended."""
         engine, every = self._engine, integers(ids)
         engine._check_open()
         engine._check_ids(every, self.rows)
-        with engine._turn, engine._all_or_nothing(self.slot):
+        with engine._turn, engine.stage.all_or_nothing(self.slot):
             engine._prefill(self.slot, every)
-            return engine._read_logits(1, engine.prompt_row_error)[0]
+            return engine._read_logits(1, engine.stage.first.prompt_row_error)[0]
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
         """Appends 1 to `Engine.step_rows_max` step rows, as decode or verification does; logits [len(ids), vocab] f32. If it raises, no
@@ -467,9 +420,9 @@ class Session:
         engine._check_ids(every, self.rows)
         if len(every) > engine.step_rows_max:
             raise InputError(f"step: got {len(every)} tokens, wanted at most {engine.step_rows_max}; use prefill for more")
-        with engine._turn, engine._all_or_nothing(self.slot):
+        with engine._turn, engine.stage.all_or_nothing(self.slot):
             engine.decoder.run_rows([(self.slot, len(every))], every, [self.rows])
-            return engine._read_logits(len(every), engine.step_row_error)
+            return engine._read_logits(len(every), engine.stage.first.step_row_error)
 
     def truncate(self, rows: int) -> None:
         """Keeps the first `rows` rows. Raises InputError outside [0, rows]; has taken place also where it raises a HipError."""
@@ -477,10 +430,7 @@ class Session:
         if not _is_whole(rows) or not 0 <= rows <= self.rows:
             raise InputError(f"truncate: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
         with self._engine._turn:
-            try:
-                self._engine.tier.truncate(self.slot, rows)
-            finally:
-                self._engine.keys.truncate(self.slot, rows)
+            self._engine.stage.truncate(self.slot, rows)
 
     def close(self) -> None:
         """Gives the history back. Idempotent."""

@@ -6,6 +6,7 @@ step.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +14,12 @@ import numpy as np
 from glm53.config import EngineConfig
 from glm53.engine import Engine
 from glm53.hip import Array, Device
+from glm53.model.pair import SIDES
 from glm53.model.random_weights import random_weights
+from glm53.model.side import Side
 from glm53.model.weights import Weights
 from glm53.ops.weights import random_array
-from glm53.spec import DType, ModelSpec, RowFormat
+from glm53.spec import WHOLE, DType, ModelSpec, RowFormat
 
 FULL_LAYERS = (0, 1, 2, *range(6, 78, 4))  # of the released models
 BLOCKS = 61  # different random blocks of rows and keys that fill a history; a prime, so that extents and layers do not line up
@@ -119,36 +122,51 @@ class Draws:
 
 
 class Stage:
-    """Engines of one spec and one set of weights on one device, each with its own tier and history."""
+    """Engines of one spec and one set of weights, on one device or on the two of a pair, each with its own tier and history."""
 
-    def __init__(self, device: Device, spec: ModelSpec, dtype: DType, weights: str, seed: int = 1):
-        self.device, self.spec, self.dtype = device, spec, dtype
-        self.weights: Weights = random_weights(device, spec, dtype, weights, seed=seed)
+    def __init__(self, devices: Sequence[Device], spec: ModelSpec, dtype: DType, weights: str, seed: int = 1):
+        self.devices, self.spec, self.dtype = tuple(devices), spec, dtype
+        shards = (WHOLE,) if len(self.devices) == 1 else SIDES
+        self.weights: list[Weights] = [
+            random_weights(device, spec, dtype, weights, seed=seed, shard=shard) for device, shard in zip(self.devices, shards, strict=True)
+        ]
 
     def engine(self, draws: Draws | None = None, **settings: object) -> Engine:
         """An engine on the stage's weights; `settings` as EngineConfig."""
-        config = EngineConfig.of(dtype=self.dtype.label, **settings)
-        device = Device(self.device.index)  # an engine closes its device, with everything that was allocated through it
-        drawn = None if draws is None else Array.from_numpy(device, draws.selections, category="draws")
-        return Engine(config, self.spec, device, self.weights, None, drawn=drawn)
+        devices = self._fresh_devices()
+        drawn = None if draws is None else [Array.from_numpy(device, draws.selections, category="draws") for device in devices]
+        return Engine(self._config(settings), self.spec, devices, self.weights, None, drawn=drawn)
 
     def without_layers(self, **settings: object) -> Engine:
         """An engine of embedding, final norm and head alone, whose time is not that of the layers."""
         spec = dataclasses.replace(self.spec, n_layers=1, layer_is_full=(True,), layer_is_sparse=(True,))
-        weights = dataclasses.replace(self.weights, layers=())
-        return Engine(EngineConfig.of(dtype=self.dtype.label, **settings), spec, Device(self.device.index), weights, None)
+        weights = [dataclasses.replace(side, layers=()) for side in self.weights]
+        return Engine(self._config(settings), spec, self._fresh_devices(), weights, None)
+
+    def _config(self, settings: dict[str, object]) -> EngineConfig:
+        return EngineConfig.of(dtype=self.dtype.label, devices=tuple(device.index for device in self.devices), **settings)
+
+    def _fresh_devices(self) -> list[Device]:
+        """An engine closes its devices, with everything that was allocated through them."""
+        return [Device(device.index) for device in self.devices]
 
     def fill(self, engine: Engine, slot: int, rows: int, seed: int) -> None:
-        """A history of `rows` rows for an open session: random rows and index keys, the same for the same seed in every tier."""
-        tier, keys, extent_rows = engine.tier, engine.keys, engine.config.extent_rows
-        blocks = row_blocks(self.spec, tier.layout.row_format, extent_rows, seed)
-        planes = np.arange(tier.layout.planes)
-        tier.adopt(slot, rows, lambda first, count: blocks[(first // extent_rows * 7 + planes * 13 + seed) % BLOCKS, :count])
+        """A history of `rows` rows for an open session: random rows and index keys, the same for the same seed in every tier and on every side."""
+        extent_rows = engine.config.extent_rows
+        blocks = row_blocks(self.spec, engine.tier.layout.row_format, extent_rows, seed)
+        planes = np.arange(engine.tier.layout.planes)
+        for side in engine.stage.sides:
+            side.tier.adopt(slot, rows, lambda first, count: blocks[(first // extent_rows * 7 + planes * 13 + seed) % BLOCKS, :count])
+            self._fill_keys(side, slot, rows, seed)
+
+    def _fill_keys(self, side: Side, slot: int, rows: int, seed: int) -> None:
+        keys, stream = side.keys, side.stream
         keys.reserve(slot, rows)
         block = keys.shape.extent_bytes
-        source = random_array(engine._stream, self.dtype, (BLOCKS, block // self.dtype.item_bytes), seed=seed, std=1.0)
+        source = random_array(stream, self.dtype, (BLOCKS, block // self.dtype.item_bytes), seed=seed, std=1.0)
         for index, address in enumerate(keys.addresses(slot)):
-            engine._stream.copy(address, source.address + (index * 7 + seed) % BLOCKS * block, block)
-        engine._stream.synchronize()
+            extent = index * side.shard.count + side.shard.index
+            stream.copy(address, source.address + (extent * 7 + seed) % BLOCKS * block, block)
+        stream.synchronize()
         source.free()
         keys.advance(slot, rows)

@@ -30,7 +30,8 @@ LAYERS = {
     "glm53.inspect": {"model", "config", "files", "spec", "errors"},
     "glm53.check": {"ops", "hip", "spec", "errors", "mem", "sampling"},
     "glm53.request": {"model", "sched", "sampling", "tokenizer", "errors"},
-    "glm53.engine": {"request", "model", "kv", "hip", "mem", "sched", "config", "sampling", "spec", "errors", "tokenizer", "check"},
+    "glm53.engine": {"request", "model", "kv", "hip", "mem", "sched", "config", "sampling", "spec", "errors", "tokenizer", "paths"},
+    "glm53.paths": {"check", "hip", "config"},
     "glm53.cli": {"engine", "request", "inspect", "check", "hip", "config", "sampling", "tokenizer", "files", "errors"},
 }
 ENVIRONMENT = {"GLM53_RUNTIME", "GLM53_ARCHS"}

@@ -144,6 +144,22 @@ def run_errors(dtype: DType, device: Device) -> Comparison:
     return worst_of(*results)
 
 
+def run_place(row_bytes: int, device: Device) -> Comparison:
+    """Packed rows to references in shuffled slots and spaces, one of them skipped; all slots compared."""
+    rows, rng = 7, np.random.default_rng(row_bytes)
+    packed = rng.integers(0, 255, (rows, row_bytes)).astype(np.uint8)
+    with Bench(device) as bench:
+        memory = bench.poison(DType.U8, (2 * rows, row_bytes))
+        slots, spaces = rng.permutation(2 * rows)[:rows], rng.integers(0, len(Space), rows)
+        payloads = [as_u64(memory.address + int(slot) * row_bytes - SPACE_OFFSETS[space]) for slot, space in zip(slots, spaces, strict=True)]
+        refs = np.array(payloads, U64) | spaces.astype(U64)
+        refs[4] = 0
+        ops.place_rows(bench.stream, bench.put(packed), bench.put(refs), offsets=SPACE_OFFSETS)
+        want = np.full((2 * rows, row_bytes), 0xFF, np.uint8)
+        want[np.delete(slots, 4)] = np.delete(packed, 4, axis=0)
+        return compare("rows", bench.read(memory), want)
+
+
 # Fetch
 
 
@@ -458,6 +474,7 @@ CASES = [
     _case("store-q8g64-scale-ties", lambda device: run_quantise(scale_ties(), device)),
     *(_case(f"store-q8g64-errors-{dtype.label}", partial(run_errors, dtype)) for dtype in (DType.F32, DType.BF16)),
     *(_case(f"fetch-{size}", partial(run_fetch, size, (37, 0, 16, 1), range(1, 4), None)) for size in (16, 48, *_ROW_BYTES)),
+    *(_case(f"place-{size}", partial(run_place, size)) for size in (16, *_ROW_BYTES)),
     _case("fetch-one-block", partial(run_fetch, 656, (60, 5), range(2), 1)),
     _case("fetch-more-blocks-than-work", partial(run_fetch, 656, (0, 5), range(2), 7)),
     _case("fetch-nothing", partial(run_fetch, 1152, (0, 0, 0), range(1), None)),

@@ -22,7 +22,7 @@ from glm53.mem.extents import ExtentShape
 from glm53.ops import basic, experts, history, rows, step
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
-from glm53.spec import DType, RowFormat, WeightFormat
+from glm53.spec import WHOLE, DType, RowFormat, Shard, WeightFormat
 
 F32, BF16 = DType.F32, DType.BF16
 T = (F32, BF16)
@@ -218,7 +218,14 @@ def _scene(count: int) -> Scene:
     return Scene((np.arange(count) % 2).astype(np.int32), positions)
 
 
-def _rows_part(count: int, latent: int, rope: int, row_format: RowFormat, dtype: DType, with_key: bool, device: Device) -> Comparison:
+def _held(positions: np.ndarray, extent_rows: int, share: Shard) -> np.ndarray:
+    """Rows of these positions in the tables of a side; -1: padding, or of the other side."""
+    extents = positions // extent_rows
+    rows = extents // share.count * extent_rows + positions % extent_rows
+    return np.where((positions >= 0) & (extents % share.count == share.index), rows, -1).astype(np.int32)
+
+
+def _rows_part(count: int, latent: int, rope: int, row_format: RowFormat, dtype: DType, with_key: bool, share: Shard, device: Device) -> Comparison:
     """Part ROWS beside a product, against rms_norm, rope, store_rows, layer_norm, rope and append; nothing else in memory may change."""
     scene, key_width, k = _scene(count), -(-rope // 8) * 8 + 24, 72
     row_bytes = row_format.row_bytes(latent, rope)
@@ -247,7 +254,7 @@ def _rows_part(count: int, latent: int, rope: int, row_format: RowFormat, dtype:
             part = step.RowsPart(drow, row_norm, EPS, drefs, offsets, row_format, latent, error)
             if with_key:
                 part = replace(part, key=dkey, key_norm=key_norm, key_bias=key_bias, key_eps=1e-6, key_tables=tables, sessions=sessions)
-                part = replace(part, key_shape=shape, key_plane=1)
+                part = replace(part, key_shape=shape, key_plane=1, key_share=share)
             step.gemv(bench.stream, x, [Segment(matrix, y)], positions=positions, inv_freq=inv_freq, part=part)
             plain = bench.poison(dtype, y.shape)
             step.gemv(bench.stream, x, [Segment(matrix, plain)])
@@ -261,10 +268,45 @@ def _rows_part(count: int, latent: int, rope: int, row_format: RowFormat, dtype:
             if with_key:
                 basic.layer_norm(bench.stream, dkey, key_norm, key_bias, dkey, 1e-6)
                 basic.rope(bench.stream, dkey.reshape(count, 1, key_width), clamped, inv_freq, 0)
-                history.append(bench.stream, dkey, tables, sessions, positions, shape, 1)
+                history.append(bench.stream, dkey, tables, sessions, bench.put(_held(scene.positions, 64, share)), shape, 1)
 
         got, want = outputs(fused), outputs(single)
         return worst_of(*(compare(name, g, w) for name, g, w in zip(("history rows", "index keys", "error"), got, want, strict=True)))
+
+
+def _mail(count: int, latent: int, rope: int, row_format: RowFormat, dtype: DType, device: Device) -> Comparison:
+    """Packed rows that one part ROWS posts and another takes: the same bytes at references of its own, skipped rows untouched. Mail of another number
+    is waited for in vain: its number shows, and nothing is stored."""
+    row_bytes, skipped, index, per_step, steps = row_format.row_bytes(latent, rope), 2, 3, 5, 0x33333333
+    row, memories = draw(37, (count, latent + rope), dtype, 2.0), []
+    with Bench(device) as bench:
+        positions, inv_freq = bench.put(np.arange(count, dtype=np.int32)), bench.put(frequencies(rope))
+        x, matrix = bench.put(draw(25, (count, 72), dtype), dtype), put_matrix(bench, draw_weights(26, (19, 72), WeightFormat.BF16))
+        counter, row_error, mail_error = (bench.put(np.array([value], np.uint32)) for value in (steps, 0, 0))
+        box = bench.put(np.zeros(count * row_bytes // 4, np.uint64))
+        row_norm = bench.put(draw(38, (latent,), dtype), dtype)
+
+        def run(receive: bool, mail_index: int) -> np.ndarray:
+            memory = bench.poison(DType.U8, (count, row_bytes))
+            refs = (memory.address + np.arange(count, dtype=np.uint64)[:: -1 if receive else 1] * np.uint64(row_bytes)).astype(np.uint64)
+            refs[skipped:][:1] = 0
+            mail = step.RowMail(box.address, box.shape[0], receive, counter, per_step, mail_index, mail_error, 1000)
+            mine = (None, None) if receive else (bench.put(row, dtype), row_norm)
+            part = step.RowsPart(mine[0], mine[1], EPS, bench.put(refs), (0, 0, 0, 0), row_format, latent, row_error, mail=mail)
+            y = bench.poison(dtype, (count, 19))
+            step.gemv(bench.stream, x, [Segment(matrix, y)], positions=positions, inv_freq=inv_freq, part=part)
+            memories.append(bench.read(memory))
+            return memories[-1][:: -1 if receive else 1]
+
+        sent, taken = run(False, index), run(True, index)
+        results = [compare("rows taken", taken, sent), compare("mail error", bench.read(mail_error), np.zeros(1, np.uint32))]
+        number = (2 * (steps * per_step + index) + 1) % (1 << 32)
+        used = np.arange(count) != skipped
+        numbers = (bench.read(box) >> np.uint64(32)).reshape(count, -1)
+        results.append(compare("numbers", numbers, np.where(used[:, None], number, 0).astype(np.uint64) + np.zeros_like(numbers)))
+        late = run(True, index + 1)
+        wanted = np.array([(number + 2) % (1 << 32)], np.uint32)
+        return worst_of(*results, compare("late", late, np.full_like(late, 0xFF)), compare("late error", bench.read(mail_error), wanted))
 
 
 def _router_part(
@@ -385,7 +427,12 @@ def _fused_cases() -> list[Case]:
             (8, 2304, 4, RowFormat.Q8G64, True),
         ):
             name = f"{dtype.label}_{row_format.value}-{count}x{latent}+{rope}{'-key' if with_key else ''}"
-            cases.append(Case("step_rows", name, partial(_rows_part, count, latent, rope, row_format, dtype, with_key)))
+            cases.append(Case("step_rows", name, partial(_rows_part, count, latent, rope, row_format, dtype, with_key, WHOLE)))
+            for share in (Shard(0, 2), Shard(1, 2)) if with_key else ():
+                case = partial(_rows_part, count, latent, rope, row_format, dtype, with_key, share)
+                cases.append(Case("step_rows", f"{name}-side{share.index}", case))
+            name = f"{dtype.label}_{row_format.value}-{count}x{latent}+{rope}"
+            cases.append(Case("step_mail", name, partial(_mail, count, latent, rope, row_format, dtype)))
         for count, n_experts, slots, groups, k, weight_format in (
             (1, 256, 8, (1, 1), 1088, WeightFormat.Q8G64),
             (3, 16, 4, (4, 2), 72, WeightFormat.BF16),

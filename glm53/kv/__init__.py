@@ -3,14 +3,15 @@
 from glm53.kv.arrays import KvArray
 from glm53.kv.cache import KvCache, KvSession
 from glm53.kv.host import HostTier, HostTierConfig
+from glm53.kv.keys import KeyStore
 from glm53.kv.passes import Pass, PassRows, RowLayout, Tier
 from glm53.kv.resident import ResidentTier
 from glm53.kv.step import Runs, StepRows, TierStep, step_of
-from glm53.kv.store import RowStore
 
 __all__ = [
     "HostTier",
     "HostTierConfig",
+    "KeyStore",
     "KvArray",
     "KvCache",
     "KvSession",
@@ -18,7 +19,6 @@ __all__ = [
     "PassRows",
     "ResidentTier",
     "RowLayout",
-    "RowStore",
     "Runs",
     "StepRows",
     "Tier",

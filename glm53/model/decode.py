@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm53.errors import Glm53Error
-from glm53.hip import Device, Event, Stream
-from glm53.kv import RowStore, Runs
-from glm53.model.sampler import DrawKind, Drawn, DrawRow, Sampler, drawn_rows
-from glm53.model.step import Drawing, StepForward
+from glm53.hip import Event
+from glm53.kv import Runs
+from glm53.model.sampler import DrawKind, Drawn, DrawRow, drawn_rows
+from glm53.model.side import Side
+from glm53.model.stage import Stage
+from glm53.model.step import Drawing
 from glm53.ops.step_state import Draws, Ring, read_record, record_words
 from glm53.sampling import LOGPROBS_MAX
 from glm53.spec import RowFormat
@@ -51,26 +53,49 @@ class StepRow:
 class Ticket:
     """A step in flight."""
 
-    def __init__(self, rows: tuple[StepRow, ...], number: int, tops: int, done: Event):
+    def __init__(self, rows: tuple[StepRow, ...], number: int, tops: int, done: tuple[Event, ...]):
         self.rows, self.number, self.tops, self.done = rows, number, tops, done
         self.drawn: list[Drawn] | None = None
+        self.error: Glm53Error | None = None  # of the step as a whole
         self.bad_row: int | None = None  # a row whose history row could not be quantised
 
 
-class Decoder:
-    """Runs steps of decode rows on one stream. `graphs`: replay recorded steps."""
+class _Tokens:
+    """Of one side: the ring that its steps leave their records in, and an event after each step."""
 
-    def __init__(self, device: Device, stream: Stream, step: StepForward, sampler: Sampler, keys: RowStore, graphs: bool):
-        self.stream, self.step, self.sampler, self.keys, self.graphs = stream, step, sampler, keys, graphs
-        self._record_words = record_words(step.rows_max, LOGPROBS_MAX)
-        self._host = device.host_alloc(RING_STEPS * self._record_words * 4, category="token ring")
-        self._ring = Ring(self._host.array.view(np.uint32).reshape(RING_STEPS, self._record_words), self._host.device_address)
-        self._events = [device.event() for _ in range(RING_STEPS)]
-        self._number = 0  # steps enqueued, as the device counts them
+    def __init__(self, side: Side):
+        words = record_words(side.step.rows_max, LOGPROBS_MAX)
+        self.side = side
+        self._host = side.device.host_alloc(RING_STEPS * words * 4, category="token ring")
+        self.ring = Ring(self._host.array.view(np.uint32).reshape(RING_STEPS, words), self._host.device_address)
+        self.events = [side.device.event() for _ in range(RING_STEPS)]
+
+    def drawing(self, kind: DrawKind) -> Drawing:
+        sampler, step = self.side.sampler, self.side.step
+
+        def draw(count: int) -> Draws:
+            sampler.enqueue(step.logits.slice(0, count), kind)
+            cut = lambda array: array.slice(0, count)
+            return Draws(
+                cut(sampler.tokens), cut(sampler.logprobs), sampler.tops(count, kind), cut(step.rows.positions), cut(sampler.params), self.ring
+            )
+
+        return Drawing((kind, sampler.seen is None), draw)
+
+    def close(self) -> None:
+        for event in self.events:
+            event.close()
+        self._host.free()
+
+
+class Decoder:
+    """Runs steps of decode rows on all sides of a stage. `graphs`: replay recorded steps."""
+
+    def __init__(self, stage: Stage, graphs: bool):
+        self.stage, self.graphs = stage, graphs
+        self._tokens = [_Tokens(side) for side in stage.sides]
         self._in_flight: deque[Ticket] = deque()
         self._ahead: tuple[StepRow, ...] = ()  # what the device would compute next, token and position being there
-
-    # Every step goes through `_enqueue`, so that the host's number of steps is the device's.
 
     def launch(self, rows: Sequence[StepRow]) -> Ticket:
         """Enqueues one step. Raises with no row added; what other steps draw can still be collected."""
@@ -82,14 +107,16 @@ class Decoder:
         if not self.follows(every):
             self.flush()
             tokens = np.array([row.token for row in every], np.int32)
-            self.step.rows.upload(runs, [row.position for row in every], self.stream)
-            self.step.tokens.slice(0, len(every)).upload(tokens, self.stream)
-            self.sampler.upload([row.draw for row in every])
+            for side in self.stage.sides:
+                side.upload_step(runs, [row.position for row in every], tokens)
+                side.sampler.upload([row.draw for row in every])
         self._ahead = ()
-        event = self._events[self._number % RING_STEPS]
-        self._enqueue(runs, Drawing((kind, self.sampler.seen is None), lambda count: self._draw(count, kind)))
-        event.record(self.stream)
-        ticket = Ticket(every, self._number - 1, LOGPROBS_MAX if kind.tops else 0, event)
+        number = self.stage.number
+        events = tuple(tokens.events[number % RING_STEPS] for tokens in self._tokens)
+        self.stage.step(runs, [tokens.drawing(kind) for tokens in self._tokens], self.graphs)
+        for side, event in zip(self.stage.sides, events, strict=True):
+            event.record(side.stream)
+        ticket = Ticket(every, number, LOGPROBS_MAX if kind.tops else 0, events)
         self._in_flight.append(ticket)
         self._ahead = tuple(row.following() for row in every)
         return ticket
@@ -100,16 +127,19 @@ class Decoder:
         return bool(self._ahead) and [key(row) for row in rows] == [key(row) for row in self._ahead]
 
     def run_rows(self, runs: Runs, tokens: Sequence[int], first_positions: Sequence[int]) -> None:
-        """Enqueues a step of given tokens that draws nothing; its logits stand in `step.logits`. Raises with no row added."""
+        """Enqueues a step of given tokens that draws nothing; its logits stand in the sides' `step.logits`. Raises with no row added."""
         self.settle()
-        self.step.rows.upload(runs, first_positions, self.stream)
-        self.step.tokens.slice(0, len(tokens)).upload(np.array(tokens, np.int32), self.stream)
-        self._enqueue(runs, None)
+        for side in self.stage.sides:
+            side.upload_step(list(runs), list(first_positions), np.array(tokens, np.int32))
+        self.stage.step(runs, [None] * len(self._tokens), self.graphs)
 
     def collect(self, ticket: Ticket) -> list[Drawn]:
-        """What a step drew, by row, and in `ticket.bad_row` a row that could not be stored. Waits for it."""
+        """What a step drew, by row, and in `ticket.bad_row` a row that could not be stored. Waits for it. Raises LinkError if the sides of a pair did
+        not hear from each other in it."""
         while ticket.drawn is None:
             self._collect_first()
+        if ticket.error is not None:
+            raise ticket.error
         return ticket.drawn
 
     def flush(self) -> None:
@@ -123,40 +153,21 @@ class Decoder:
         self._ahead = ()
 
     def close(self) -> None:
-        """Gives the ring and the recorded steps back. The device has finished."""
-        self.step.close()
-        for event in self._events:
-            event.close()
-        self._host.free()
-
-    def _draw(self, count: int, kind: DrawKind) -> Draws:
-        sampler, step = self.sampler, self.step
-        sampler.enqueue(step.logits.slice(0, count), kind)
-        cut = lambda array: array.slice(0, count)
-        return Draws(cut(sampler.tokens), cut(sampler.logprobs), sampler.tops(count, kind), cut(step.rows.positions), cut(sampler.params), self._ring)
-
-    def _enqueue(self, runs: Runs, drawing: Drawing | None) -> None:
-        tier, count = self.step.tier, sum(n for _, n in runs)
-        for slot, n in runs:
-            self.keys.reserve(slot, self.keys.rows(slot) + n)
-        tier.begin(runs)
-        try:
-            self.step.run(count, drawing, self.graphs and not tier.gathers_on_host)
-            self._number = (self._number + 1) % (1 << 32)
-            tier.finish(runs)
-        except BaseException:
-            tier.abandon(runs)
-            raise
-        for slot, n in runs:
-            self.keys.advance(slot, n)
+        """Gives the rings back. The devices have finished."""
+        for tokens in self._tokens:
+            tokens.close()
 
     def _collect_first(self) -> None:
         ticket = self._in_flight[0]
-        ticket.done.synchronize()  # where this raises, the step is still in flight
+        for event in ticket.done:
+            event.synchronize()  # where this raises, the step is still in flight
         self._in_flight.popleft()
-        record = read_record(self._ring, ticket.number, len(ticket.rows), ticket.tops)
+        records = [read_record(tokens.ring, ticket.number, len(ticket.rows), ticket.tops) for tokens in self._tokens]
+        record = records[0]
         if record.step != ticket.number:
             raise Glm53Error(f"step {ticket.number} left the record of step {record.step}; next: glm53 selftest, or --no-graphs")
+        if self.stage.pair is not None:
+            ticket.error = self.stage.pair.step_error(records)
         ticket.bad_row = record.row_error - 1 if record.row_error else None
         ticket.drawn = drawn_rows([row.draw for row in ticket.rows], record.tokens, record.logprobs, record.tops)
 

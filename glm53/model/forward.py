@@ -1,5 +1,8 @@
 """The forward pass of prompt rows: which kernel runs after which for a chunk of rows. Decode and verify rows: `step`.
 
+A pass is a walk: an iterator that enqueues launches and gives what has to pass between the two sides of a pair before it may go on
+(docs/decisions/0006-pair.md); on a single device it gives nothing.
+
 The two classes of rows have reduction orders of their own (docs/decisions/0001-two-row-classes.md); within a class the bits of a row depend on
 nothing beside it.
 Formulas and names: transformers 5.24.0 `glm_moe_dsa`, absorbed form of MLA attention.
@@ -8,25 +11,30 @@ Formulas and names: transformers 5.24.0 `glm_moe_dsa`, absorbed form of MLA atte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from glm53.hip import Array, Device, Stream
-from glm53.kv import Pass, PassRows, RowLayout, RowStore, Tier
+from glm53.kv import KeyStore, Pass, PassRows, RowLayout, Tier
+from glm53.model.pair import Packed, Passed
 from glm53.model.weights import DenseWeights, IndexerWeights, LayerWeights, MoeWeights, Weights
 from glm53.ops import attention, basic, experts, history, matmul, rows, selection
+from glm53.ops.exchange import Lists, Parts, Sums
 from glm53.ops.halves import join
-from glm53.spec import DType, ModelSpec, RowFormat
+from glm53.spec import DType, ModelSpec, Offsets, RowFormat, Space
 
+# Of the workspaces, what both sides of a pair compute alike.
+REPLICATED = ("x", "h", "qr", "index_q", "index_key", "index_gate", "selected", "counts", "router", "expert_ids", "expert_weights")
 INDEX_NORM_EPS = 1e-6  # of the indexer's LayerNorm; fixed in every implementation
+Walk = Iterator[Passed]
 SCORE_BYTES_MAX = 64 << 20  # scores of one tile of query rows; bounds the indexer's memory whatever the context
 
 
 @dataclass(frozen=True)
-class Rows:
+class PromptRows:
     """Rows of one pass, host side. Rows of one session stand together, positions ascending."""
 
     tokens: np.ndarray  # [rows] int32
@@ -47,9 +55,10 @@ class Workspace:
             return array.slice(0, rows)
         return Array(array.buffer, array.dtype, (rows, *shape))
 
-    def free(self) -> None:
+    def clear(self, stream: Stream) -> None:
+        """Fills everything with zeros."""
         for array in self._arrays.values():
-            array.buffer.free()
+            stream.fill(array.address, 0, array.nbytes)
 
 
 def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
@@ -59,7 +68,11 @@ def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
 
 
 class Forward:
-    """Runs the main layers for a batch of rows, on one stream of one device."""
+    """Runs the main layers for a batch of rows, on one stream of one device.
+
+    spec: of this device: a side of a pair has its heads, widths and vocabulary. weights: likewise. head(x, logits): a walk that writes the logits of
+    all the model's vocabulary. row_error [1] u32: raised by the row quantiser, of a pair the owner's.
+    """
 
     def __init__(
         self,
@@ -70,61 +83,72 @@ class Forward:
         dtype: DType,
         rows_max: int,
         tier: Tier,
-        keys: RowStore,
-        head: Callable[[Array, Array], None],
+        keys: KeyStore,
+        head: Callable[[Array, Array], Walk],
         row_error: Array,
     ):
         self.device, self.stream, self.spec, self.weights, self.dtype = device, stream, spec, weights, dtype
-        self.tier, self.key_store = tier, keys
-        self.head, self.row_error = head, row_error  # logits of a row's hidden state; [1] u32 flag of the row quantiser
+        self.tier, self.key_store, self.shard = tier, keys, keys.shard
+        self.head, self.row_error = head, row_error
         self.rows_max = rows_max
         self.inv_freq = Array.from_numpy(device, inverse_frequencies(spec), category="workspace")
-        pairs_width = spec.n_experts_per_tok
-        mlp_width = max(spec.dense_width, spec.shared_width)
-        wide = spec.n_heads
-        self.work = Workspace(
-            device,
-            rows_max,
-            {
-                "tokens": (DType.I32, ()),
-                "positions": (DType.I32, ()),
-                "sessions": (DType.I32, ()),
-                "x": (dtype, (spec.hidden_size,)),
-                "h": (dtype, (spec.hidden_size,)),
-                "qr": (dtype, (spec.q_lora_rank,)),
-                "q": (dtype, (wide, spec.qk_head_dim)),
-                "row": (dtype, (spec.row_width,)),
-                "q_latent": (dtype, (wide, spec.kv_lora_rank)),
-                "o_latent": (dtype, (wide, spec.kv_lora_rank)),
-                "o": (dtype, (wide, spec.v_head_dim)),
-                "index_q": (dtype, (spec.index_n_heads, spec.index_head_dim)),
-                "index_key": (dtype, (spec.index_head_dim,)),
-                "index_gate": (DType.F32, (spec.index_n_heads,)),
-                "selected": (DType.I32, (spec.index_topk,)),
-                "counts": (DType.I32, ()),
-                "plan": (DType.U64, (spec.index_topk,)),
-                "gate_up": (dtype, (2 * mlp_width,)),
-                "act": (dtype, (mlp_width,)),
-                "low": (DType.F32, (spec.hidden_size,)),
-                "high": (DType.F32, (spec.hidden_size,)),
-                "router": (DType.F32, (spec.n_routed_experts,)),
-                "expert_ids": (DType.I32, (pairs_width,)),
-                "expert_weights": (DType.F32, (pairs_width,)),
-                "sorted_pairs": (DType.I32, (pairs_width,)),
-                "expert_gate_up": (dtype, (pairs_width, 2 * spec.expert_width)),
-                "expert_act": (dtype, (pairs_width, spec.expert_width)),
-                "expert_out": (dtype, (pairs_width, spec.hidden_size)),
-            },
-        )
+        self.work = Workspace(device, rows_max, self._shapes() | (self._pair_shapes() if self.shard.count > 1 else {}))
         self.expert_offsets = Array.empty(device, DType.I32, (spec.n_routed_experts + 1,), category="workspace")
-        context = keys.rows_max
-        self.score_rows = max(1, min(rows_max, SCORE_BYTES_MAX // (4 * context)))
-        self.scores = Array.empty(device, DType.F32, (self.score_rows, context), category="workspace")
+        columns = keys.side_rows_max
+        self.score_rows = max(1, min(rows_max, SCORE_BYTES_MAX // (4 * columns)))
+        self.scores = Array.empty(device, DType.F32, (self.score_rows, columns), category="workspace")
+        if self.shard.count > 1:
+            row_bytes = tier.layout.row_bytes
+            packed_refs = np.arange(rows_max, dtype=np.uint64) * np.uint64(row_bytes) | np.uint64(Space.LINEAR)
+            self.packed_refs = Array.from_numpy(device, packed_refs, category="workspace")
 
-    def run(self, batch: Rows, logits: Array) -> None:
+    def _shapes(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
+        spec, dtype = self.spec, self.dtype
+        pairs_width, mlp_width = spec.n_experts_per_tok, max(spec.dense_width, spec.shared_width)
+        return {
+            "tokens": (DType.I32, ()),
+            "positions": (DType.I32, ()),
+            "sessions": (DType.I32, ()),
+            "x": (dtype, (spec.hidden_size,)),
+            "h": (dtype, (spec.hidden_size,)),
+            "qr": (dtype, (spec.q_lora_rank,)),
+            "q": (dtype, (spec.n_heads, spec.qk_head_dim)),
+            "row": (dtype, (spec.row_width,)),
+            "q_latent": (dtype, (spec.n_heads, spec.kv_lora_rank)),
+            "o_latent": (dtype, (spec.n_heads, spec.kv_lora_rank)),
+            "o": (dtype, (spec.n_heads, spec.v_head_dim)),
+            "index_q": (dtype, (spec.index_n_heads, spec.index_head_dim)),
+            "index_key": (dtype, (spec.index_head_dim,)),
+            "index_gate": (DType.F32, (spec.index_n_heads,)),
+            "selected": (DType.I32, (spec.index_topk,)),
+            "counts": (DType.I32, ()),
+            "plan": (DType.U64, (spec.index_topk,)),
+            "gate_up": (dtype, (2 * mlp_width,)),
+            "act": (dtype, (mlp_width,)),
+            "low": (DType.F32, (spec.hidden_size,)),
+            "high": (DType.F32, (spec.hidden_size,)),
+            "router": (DType.F32, (spec.n_routed_experts,)),
+            "expert_ids": (DType.I32, (pairs_width,)),
+            "expert_weights": (DType.F32, (pairs_width,)),
+            "sorted_pairs": (DType.I32, (pairs_width,)),
+            "expert_gate_up": (dtype, (pairs_width, 2 * spec.expert_width)),
+            "expert_act": (dtype, (pairs_width, spec.expert_width)),
+            "expert_out": (dtype, (pairs_width, spec.hidden_size)),
+        }
+
+    def _pair_shapes(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
+        """What a side needs beside: its columns of the embedding, packed history rows, the best of its index scores."""
+        return {
+            "x_part": (self.dtype, (self.weights.embed.shape[1],)),
+            "packed": (DType.U8, (self.tier.layout.row_bytes,)),
+            "entries": (DType.U64, (self.spec.index_topk,)),
+            "entry_counts": (DType.I32, ()),
+        }
+
+    def walk(self, batch: PromptRows, logits: Array) -> Walk:
         """Computes all rows, appends them to their history and writes the logits [1, vocab] f32 of the last one.
 
-        Everything is enqueued on the stream. If anything raises, the tier has dropped the rows.
+        Everything is enqueued on the stream. If anything raises, or the walk is closed before its end, the tier has dropped the rows.
         """
         count = len(batch.tokens)
         assert 0 < count <= self.rows_max, f"{count} rows in a pass of at most {self.rows_max}"
@@ -134,50 +158,39 @@ class Forward:
         pass_rows = PassRows(batch.positions, batch.sessions, cut("positions"), cut("sessions"))
         tier_pass = self.tier.begin(pass_rows, prefill=True)
         try:
-            self._layers(tier_pass, count, context=int(batch.positions.max()) + 1)
-            self.head(cut("x").slice(count - 1, count), logits)
+            yield from self._layers(tier_pass, count, context=int(batch.positions.max()) + 1)
+            yield from self.head(cut("x").slice(count - 1, count), logits)
             tier_pass.finish()
         except BaseException:
             tier_pass.abandon()
             raise
 
-    def _layers(self, tier_pass: Pass, count: int, context: int) -> None:
-        x, h = self.work.cut("x", count), self.work.cut("h", count)
-        basic.embed(self.stream, self.work.cut("tokens", count), self.weights.embed, x)
+    def _layers(self, tier_pass: Pass, count: int, context: int) -> Walk:
+        x, h, tokens = self.work.cut("x", count), self.work.cut("h", count), self.work.cut("tokens", count)
+        if self.shard.count == 1:
+            basic.embed(self.stream, tokens, self.weights.embed, x)
+        else:
+            basic.embed(self.stream, tokens, self.weights.embed, self.work.cut("x_part", count))
+            yield Parts(self.work.cut("x_part", count), x)
         for index, layer in enumerate(self.weights.layers):
-            self._attention(tier_pass, index, layer, count, context)
+            yield from self._attention(tier_pass, index, layer, count, context)
             basic.rms_norm(self.stream, x, layer.post_norm, h, self.spec.rms_norm_eps)
-            if isinstance(layer.mlp, DenseWeights):
-                self._dense(layer.mlp, count)
-            else:
-                self._experts(layer.mlp, count)
+            yield from self._dense(layer.mlp, count) if isinstance(layer.mlp, DenseWeights) else self._experts(layer.mlp, count)
 
-    def _attention(self, tier_pass: Pass, index: int, layer: LayerWeights, count: int, context: int) -> None:
+    def _attention(self, tier_pass: Pass, index: int, layer: LayerWeights, count: int, context: int) -> Walk:
         """x += attention(norm(x)); on a full layer computes the selection that the shared layers after it reuse."""
         spec, stream, layout = self.spec, self.stream, self.tier.layout
         cut = partial(self.work.cut, rows=count)
-        x, h, qr, q, row = cut("x"), cut("h"), cut("qr"), cut("q"), cut("row")
+        x, h, qr, q = cut("x"), cut("h"), cut("qr"), cut("q")
         positions = cut("positions")
         basic.rms_norm(stream, x, layer.input_norm, h, spec.rms_norm_eps)
         matmul.matmul(stream, h, layer.q_a, qr)
         basic.rms_norm(stream, qr, layer.q_a_norm, qr, spec.latent_norm_eps)
         matmul.matmul(stream, qr, layer.q_b, cut("q", shape=(spec.n_heads * spec.qk_head_dim,)))
         basic.rope(stream, q, positions, self.inv_freq, offset=spec.qk_nope_head_dim)
-        matmul.matmul(stream, h, layer.kv_a, row)
-        basic.rms_norm(stream, row, layer.kv_a_norm, row, spec.latent_norm_eps)
-        basic.rope(stream, cut("row", shape=(1, spec.row_width)), positions, self.inv_freq, offset=spec.kv_lora_rank)
-        tier_pass.before_store(index)
-        rows.store_rows(
-            stream,
-            row,
-            tier_pass.refs,
-            offsets=tier_pass.offsets(index),
-            row_format=layout.row_format,
-            latent=layout.latent,
-            error=self.row_error if layout.row_format is RowFormat.Q8G64 else None,
-        )
+        yield from self._store(tier_pass, index, layer, count)
         if layer.indexer is not None:
-            self._select(index, layer.indexer, count, context)
+            yield from self._select(index, layer.indexer, count, context)
             tier_pass.plan(index, cut("selected"), cut("counts"), cut("plan"))
         matmul.per_head(stream, q, layer.wk, cut("q_latent"))
         tier_pass.before_attention(index)
@@ -196,17 +209,47 @@ class Forward:
         tier_pass.after_attention(index)
         matmul.per_head(stream, cut("o_latent"), layer.wv, cut("o"))
         heads = cut("o", shape=(spec.n_heads * spec.v_head_dim,))
-        self._add_halves(count, lambda half, total: matmul.matmul_half(stream, heads, layer.o, half, total))
+        yield from self._add_halves(count, lambda half, total: matmul.matmul_half(stream, heads, layer.o, half, total))
 
-    def _add_halves(self, count: int, product: Callable[[int, Array], None]) -> None:
-        """x += both halves of a product, of which product(half, total) computes one in f32 (docs/decisions/0006-pair.md)."""
-        x, halves = self.work.cut("x", count), (self.work.cut("low", count), self.work.cut("high", count))
-        for half, total in enumerate(halves):
+    def _add_halves(self, count: int, product: Callable[[int | None, Array], None]) -> Walk:
+        """x += both halves of a product, of which product(half, total) computes one in f32; None: all of what a side has, which is one half."""
+        x, low = self.work.cut("x", count), self.work.cut("low", count)
+        if self.shard.count > 1:
+            product(None, low)
+            yield Sums(low, x, x)
+            return
+        high = self.work.cut("high", count)
+        for half, total in enumerate((low, high)):
             product(half, total)
-        join(self.stream, *halves, x, x)
+        join(self.stream, low, high, x, x)
 
-    def _select(self, index: int, indexer: IndexerWeights, count: int, context: int) -> None:
-        """Writes the rows' index keys, then the selection: positions, ascending."""
+    def _store(self, tier_pass: Pass, index: int, layer: LayerWeights, count: int) -> Walk:
+        """The rows of the history. The owner of a pair computes and packs them once; both sides store the same bytes."""
+        layout, stream = self.tier.layout, self.stream
+        if layer.kv_a is not None:
+            row = self.work.cut("row", count)
+            matmul.matmul(stream, self.work.cut("h", count), layer.kv_a, row)
+            basic.rms_norm(stream, row, layer.kv_a_norm, row, self.spec.latent_norm_eps)
+            basic.rope(stream, row.reshape(count, 1, self.spec.row_width), self.work.cut("positions", count), self.inv_freq, offset=layout.latent)
+        if self.shard.count == 1:
+            tier_pass.before_store(index)
+            self._store_rows(tier_pass.refs, tier_pass.offsets(index), count)
+            return
+        packed = self.work.cut("packed", count)
+        if self.shard.index == 0:
+            self._store_rows(self.packed_refs.slice(0, count), (0, 0, 0, packed.address), count)
+        yield Packed(packed)
+        tier_pass.before_store(index)
+        rows.place_rows(stream, packed, tier_pass.refs, offsets=tier_pass.offsets(index))
+
+    def _store_rows(self, refs: Array, offsets: Offsets, count: int) -> None:
+        layout = self.tier.layout
+        error = self.row_error if layout.row_format is RowFormat.Q8G64 else None
+        row = self.work.cut("row", count)
+        rows.store_rows(self.stream, row, refs, offsets=offsets, row_format=layout.row_format, latent=layout.latent, error=error)
+
+    def _select(self, index: int, indexer: IndexerWeights, count: int, context: int) -> Walk:
+        """Writes the rows' index keys, then the selection: positions, ascending. Sides of a pair score what they hold and merge the best of both."""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=count)
         positions, sessions, key = cut("positions"), cut("sessions"), cut("index_key")
@@ -214,7 +257,7 @@ class Forward:
         matmul.matmul(stream, cut("h"), indexer.wk, key)
         basic.layer_norm(stream, key, indexer.k_norm_weight, indexer.k_norm_bias, key, INDEX_NORM_EPS)
         basic.rope(stream, cut("index_key", shape=(1, spec.index_head_dim)), positions, self.inv_freq, offset=0)
-        history.append(stream, key, self.key_store.tables, sessions, positions, self.key_store.shape, plane=plane)
+        history.append(stream, key, self.key_store.tables, sessions, positions, self.key_store.shape, plane=plane, share=self.shard)
         scored = context > spec.index_topk  # below that every causal position is selected and no score is read
         query, gate = cut("index_q"), cut("index_gate")
         if scored:
@@ -237,8 +280,15 @@ class Forward:
                     self.key_store.shape,
                     plane=plane,
                     context=context,
+                    share=self.shard,
                 )
-            selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
+            if scored and self.shard.count > 1:
+                lists = tile(cut("entries")), tile(cut("entry_counts"))
+                selection.topk(stream, scores, tile(positions), *lists, share=self.shard, extent_rows=self.key_store.shape.extent_rows)
+            else:
+                selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
+        if scored and self.shard.count > 1:
+            yield Lists(cut("entries"), cut("entry_counts"), positions, cut("selected"), cut("counts"))
 
     def _activate(self, mlp: DenseWeights, count: int) -> Array:
         """silu(h gate) * (h up)"""
@@ -249,12 +299,12 @@ class Forward:
         basic.silu_mul(self.stream, gate_up, act)
         return act
 
-    def _dense(self, mlp: DenseWeights, count: int) -> None:
+    def _dense(self, mlp: DenseWeights, count: int) -> Walk:
         """x += (silu(h gate) * (h up)) down"""
         act = self._activate(mlp, count)
-        self._add_halves(count, lambda half, total: matmul.matmul_half(self.stream, act, mlp.down, half, total))
+        yield from self._add_halves(count, lambda half, total: matmul.matmul_half(self.stream, act, mlp.down, half, total))
 
-    def _experts(self, mlp: MoeWeights, count: int) -> None:
+    def _experts(self, mlp: MoeWeights, count: int) -> Walk:
         """x += routed experts of h + shared expert of h"""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=count)
@@ -279,12 +329,12 @@ class Forward:
         basic.silu_mul(stream, gate_up, self.work.cut("expert_act", pairs, (spec.expert_width,)))
         act = self._activate(mlp.shared, count)
 
-        def down(half: int, total: Array) -> None:
+        def down(half: int | None, total: Array) -> None:
             matmul.matmul_half(stream, act, mlp.shared.down, half, total)
             experts.expert_matmul(stream, cut("expert_act"), mlp.down, cut("expert_out"), order, half)
             experts.expert_sum(stream, cut("expert_out"), weights, total)
 
-        self._add_halves(count, down)
+        yield from self._add_halves(count, down)
 
 
 def row_layout(spec: ModelSpec, row_format: RowFormat) -> RowLayout:

@@ -4,8 +4,8 @@ Invariant: the parts of an `ArrayPlan` cover its rows exactly once, in order. Fu
 part by part, each converted by its own scales: those of neighbours need not meet at a multiple of 128 rows. A part of more than one row of scale
 blocks starts on the first row of one.
 
-A side of a pair (`Shard`, docs/decisions/0006-pair.md) takes rows of q_b, kv_b, gate, up and the head, and columns of o and down. Its formats are
-those of the whole, so that both sides together hold the whole's bytes.
+A side of a pair (`Shard`, docs/decisions/0006-pair.md) takes rows of q_b, kv_b, gate, up and the head, and columns of o, down and the embedding; kv_a
+is the owner's. Its formats are those of the whole, so that both sides together hold the whole's bytes.
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ class ArrayPlan:
 
 @dataclass(frozen=True)
 class ShardWidths:
-    """What a side holds of everything that is split: heads, columns of k of each kind of down (and rows of gate and up), rows of the head."""
+    """What a side holds of everything that is split: heads, columns of k of each kind of down (and rows of gate and up), rows of the head,
+    columns of the embedding."""
 
     heads: range
     dense: range
     expert: range
     shared: range
     vocab: range
+    hidden: range
 
 
 def shard_widths(spec: ModelSpec, shard: Shard) -> ShardWidths:
@@ -95,6 +97,8 @@ def shard_widths(spec: ModelSpec, shard: Shard) -> ShardWidths:
         wanted = f"heads that end with the first half of the columns, {first_half(k)}"
         _require(k // 2 == first_half(k), "self_attn.o_proj.weight", f"{heads // 2} heads with {k // 2} of {k} columns", wanted)
         _require(spec.vocab_size > 1, "lm_head.weight", f"{spec.vocab_size} row", "at least 2")
+        hidden = spec.hidden_size
+        _require(hidden % 2 == 0 and hidden > _PLAIN_COLUMNS, "embed_tokens.weight", f"{hidden} columns", f"an even number above {_PLAIN_COLUMNS}")
     sparse = any(spec.layer_is_sparse) or spec.n_mtp_layers > 0
     return ShardWidths(
         heads=shard.of(heads, heads // 2),
@@ -102,6 +106,7 @@ def shard_widths(spec: ModelSpec, shard: Shard) -> ShardWidths:
         expert=_k_of("mlp.experts.*.down_proj.weight", spec.expert_width, shard, used=sparse),
         shared=_k_of("mlp.shared_experts.down_proj.weight", spec.shared_width, shard, used=sparse),
         vocab=shard.of(spec.vocab_size, -(-spec.vocab_size // 2)),
+        hidden=shard.of(spec.hidden_size, -(-spec.hidden_size // (2 * _PLAIN_COLUMNS)) * _PLAIN_COLUMNS),
     )
 
 
@@ -146,14 +151,16 @@ def array_plans(plan: LoadPlan, dtype: DType, mtp: bool, weights: str = "auto", 
     """
     assert dtype in (DType.F32, DType.BF16) and weights in WEIGHT_SETTINGS and (weights != "f32" or dtype is DType.F32)
     spec, planner = plan.spec, _Planner(plan, dtype, weights, shard)
-    planner.array("embed", "model.embed_tokens.weight")
+    planner.array("embed", "model.embed_tokens.weight", cols=planner.widths.hidden)
     for layer in range(spec.n_layers):
         planner.layer(f"layers.{layer}.", layer, spec.layer_is_full[layer], spec.layer_is_sparse[layer])
     planner.array("final_norm", "model.norm.weight")
     if not spec.tie_word_embeddings:
         planner.matrix("lm_head", "lm_head.weight", rows=(planner.widths.vocab,))
-    elif weights == "q8q4" and spec.hidden_size % GROUP == 0:  # else it is the embedding's array
+    elif weights == "q8q4" and spec.hidden_size % GROUP == 0:
         planner.matrix("lm_head", "model.embed_tokens.weight", rows=(planner.widths.vocab,))
+    elif shard.count > 1:  # else it is the embedding's array
+        planner.matrix("lm_head", "model.embed_tokens.weight", rows=(planner.widths.vocab,), format=planner.arrays[0].format)
     if mtp and spec.n_mtp_layers:
         base = layer_prefix(spec.n_layers)
         planner.array("mtp.enorm", base + "enorm.weight")
@@ -180,13 +187,13 @@ def format_notes(plans: list[ArrayPlan]) -> list[str]:
 
 class _Planner:
     def __init__(self, plan: LoadPlan, dtype: DType, weights: str, shard: Shard):
-        self.plan, self.dtype, self.weights = plan, dtype, weights
+        self.plan, self.dtype, self.weights, self.shard = plan, dtype, weights, shard
         self.widths = shard_widths(plan.spec, shard)
         self.arrays: list[ArrayPlan] = []
 
-    def array(self, key: str, *names: str) -> None:
-        """Norms, biases and the embedding."""
-        sources, parts, shape = self._sources(names)
+    def array(self, key: str, *names: str, cols: range | None = None) -> None:
+        """Norms, biases and the embedding; cols: the columns that are taken, None: all."""
+        sources, parts, shape = self._sources(names, cols=cols)
         is_vector, setting = len(shape) == 1, "auto" if self.weights == "q8q4" else self.weights
         format = self._activation() if is_vector else self._plain(sources, setting)
         self.arrays.append(ArrayPlan(key, format, shape, parts, is_matrix=False))
@@ -205,17 +212,20 @@ class _Planner:
         cols: range | None = None,
         outer: tuple[int, ...] = (),
         quantised: WeightFormat = WeightFormat.Q8G64,
+        format: WeightFormat | None = None,
     ) -> None:
         """A matrix whose rows are the rows of the named tensors one after another; `outer` regroups them by leading dimensions.
 
-        rows: of each matrix of a tensor, those that are taken. cols: of all of them. None: all. quantised: its format with q8q4.
+        rows: of each matrix of a tensor, those that are taken. cols: of all of them. None: all. quantised: its format with q8q4. format: its
+        format whatever the setting.
         """
         sources, parts, shape = self._sources(names, rows, cols)
         whole_cols = sources[0].info.shape[-1]
         if outer:
             shape = (*outer, shape[0] // math.prod(outer), shape[1])
-        format = self._format(sources, whole_cols, quantised)
-        self.arrays.append(ArrayPlan(key, format, shape, parts, narrow_cols=self._narrow(whole_cols)))
+        narrow = 0 if format is not None else self._narrow(whole_cols)
+        format = format or self._format(sources, whole_cols, quantised)
+        self.arrays.append(ArrayPlan(key, format, shape, parts, narrow_cols=narrow))
 
     def kv_b(self, key: str, name: str) -> None:
         spec, heads = self.plan.spec, self.widths.heads
@@ -269,7 +279,8 @@ class _Planner:
         self.array(key + "q_a_norm", attention + "q_a_layernorm.weight")
         q_rows = range(heads.start * spec.qk_head_dim, heads.stop * spec.qk_head_dim)
         self.matrix(key + "q_b", attention + "q_b_proj.weight", rows=(q_rows,))
-        self.matrix(key + "kv_a", attention + "kv_a_proj_with_mqa.weight")
+        if self.shard.index == 0:
+            self.matrix(key + "kv_a", attention + "kv_a_proj_with_mqa.weight")
         self.array(key + "kv_a_norm", attention + "kv_a_layernorm.weight")
         self.kv_b(key, attention + "kv_b_proj.weight")
         self.matrix(key + "o", attention + "o_proj.weight", cols=range(heads.start * spec.v_head_dim, heads.stop * spec.v_head_dim))

@@ -53,13 +53,14 @@ def random_weights(device: Device, spec: ModelSpec, dtype: DType, weights: str =
     items: dict[str, Item] = {}
     heads, stream = shard_widths(spec, shard).heads, device.stream()
     try:
-        wholes = array_plans_of(spec, dtype, weights)
-        for plan, whole in zip(array_plans_of(spec, dtype, weights, shard), wholes, strict=True):
+        wholes = {whole.key: whole for whole in array_plans_of(spec, dtype, weights)}
+        for plan in array_plans_of(spec, dtype, weights, shard):
+            whole = wholes.get(plan.key, wholes["embed"])  # a tied head has no array of its own in the whole
             for i, part in enumerate(plan.halves or (plan,)):
                 matrix = Matrix.empty(device, part.format, part.shape, CATEGORY)
                 items[part.key] = matrix if part.is_matrix else matrix.codes
-                key_seed = int.from_bytes(hashlib.sha256(f"{seed} {part.key}".encode()).digest()[:8], "little")
                 of = (whole.halves or (whole,))[i]
+                key_seed = int.from_bytes(hashlib.sha256(f"{seed} {of.key}".encode()).digest()[:8], "little")
                 if part.shape == of.shape:
                     ops.fill_random(stream, matrix, key_seed, *_moments(of, spec))
                     continue
@@ -80,7 +81,7 @@ def random_weights(device: Device, spec: ModelSpec, dtype: DType, weights: str =
         raise
     finally:
         stream.close()
-    return assemble(items, spec, (), shard)
+    return assemble(items, spec, ())
 
 
 def _taken(plan: ArrayPlan, whole: ArrayPlan, part: ArrayPlan, heads: range) -> Iterator[tuple[int, int, range, int]]:

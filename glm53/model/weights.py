@@ -20,7 +20,7 @@ from glm53.errors import CheckpointError, DeviceMemoryError, HipError, human_byt
 from glm53.hip import Array, Buffer, Device, Event, HostBuffer
 from glm53.hip.array import f32_from_e4m3
 from glm53.model.checkpoint import Checkpoint, TensorInfo
-from glm53.model.layout import ArrayPlan, Part, array_plans, format_notes, shard_widths
+from glm53.model.layout import ArrayPlan, Part, array_plans, format_notes
 from glm53.model.names import LoadPlan, match
 from glm53.ops import weights as ops
 from glm53.ops.matrix import Matrix, matrix_bytes
@@ -75,7 +75,7 @@ class LayerWeights:
     q_a: Matrix  # [q_lora_rank, hidden] W
     q_a_norm: Array  # [q_lora_rank] T
     q_b: Matrix  # [heads * qk_head_dim, q_lora_rank] W
-    kv_a: Matrix  # [kv_lora_rank + rope, hidden] W
+    kv_a: Matrix | None  # [kv_lora_rank + rope, hidden] W; None on the peer of a pair
     kv_a_norm: Array  # [kv_lora_rank] T
     wk: Matrix  # [heads, kv_lora_rank, nope] W
     wv: Matrix  # [heads, v, kv_lora_rank] W
@@ -99,7 +99,7 @@ class MtpWeights:
 class Weights:
     """All weights of a model on one device, or those of one side of a pair: then heads, I and the head's vocab are the side's."""
 
-    embed: Array  # [vocab, hidden] f32 or bf16
+    embed: Array  # [vocab, hidden] f32 or bf16; on a side all rows and half of the columns
     final_norm: Array  # [hidden] T
     lm_head: Matrix  # [vocab, hidden] W; if tied and not quantised, rows of the same array as embed
     layers: tuple[LayerWeights, ...]
@@ -157,7 +157,7 @@ def load_weights(
     with _Loader(checkpoint, device, slot_bytes, scratch_bytes, report.add) as loader:
         for array_plan in plans:
             loader.load(array_plan)
-        return assemble(loader.items, plan.spec, (*plan.notes, *format_notes(plans)), shard)
+        return assemble(loader.items, plan.spec, (*plan.notes, *format_notes(plans)))
 
 
 def check_finite(checkpoint: Checkpoint, plan: LoadPlan, add: Callable[[int, str], None]) -> None:
@@ -442,13 +442,10 @@ def _buffers(items: dict[str, Item]) -> list[Buffer]:
     return [array.buffer for item in items.values() for array in (item.arrays if isinstance(item, Matrix) else (item,))]
 
 
-def assemble(items: dict[str, Item], spec: ModelSpec, notes: tuple[str, ...], shard: Shard = WHOLE) -> Weights:
+def assemble(items: dict[str, Item], spec: ModelSpec, notes: tuple[str, ...]) -> Weights:
     """The arrays and matrices of `layout.array_plans`, by key, as `Weights`. Each has buffers of its own. spec: of the whole model."""
     values: dict[str, Any] = items
-    head = values.get("lm_head")
-    if head is None:
-        vocab = shard_widths(spec, shard).vocab
-        head = Matrix.plain(values["embed"] if shard == WHOLE else values["embed"].slice(vocab.start, vocab.stop))
+    head = values["lm_head"] if "lm_head" in values else Matrix.plain(values["embed"])
     mtp = None
     if "mtp.enorm" in values:
         own = {name: values[f"mtp.{name}"] for name in ("enorm", "hnorm", "eh_proj", "norm")}
@@ -478,5 +475,5 @@ def _layer(arrays: dict[str, Any], base: str) -> LayerWeights:
         mlp = MoeWeights(shared=shared, **{name: arrays[f"{base}mlp.{name}"] for name in ("router", "bias", "gate_up", "down")})
     else:
         mlp = group(DenseWeights, "mlp", "gate_up", "down")
-    own = ("input_norm", "post_norm", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "wk", "wv", "o")
-    return LayerWeights(indexer=indexer, mlp=mlp, **{name: arrays[base + name] for name in own})
+    own = ("input_norm", "post_norm", "q_a", "q_a_norm", "q_b", "kv_a_norm", "wk", "wv", "o")
+    return LayerWeights(indexer=indexer, mlp=mlp, kv_a=arrays.get(f"{base}kv_a"), **{name: arrays[base + name] for name in own})

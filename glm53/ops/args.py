@@ -91,20 +91,22 @@ class silu_mul_args(Args):
 
 
 class append_args(Args):
-    """Writes one row per query row into its session's extents: row position p lies at
-    table[session][p / extent_rows] + (plane * extent_rows + p % extent_rows) * row_bytes."""
+    """Writes one row per query row into its session's extents: row p, or on a side of a pair row share::row_of(p), lies at
+    table[session][row / extent_rows] + (plane * extent_rows + row % extent_rows) * row_bytes."""
 
     _fields_ = [
         ("x", c_void_p),  # [rows, width] T, row stride x_stride
         ("tables", c_void_p),  # [sessions, table_stride] u64 extent addresses
         ("sessions", c_void_p),  # [rows] i32 session index
-        ("positions", c_void_p),  # [rows] i32; negative: padding, skipped
+        ("positions", c_void_p),  # [rows] i32; negative: padding, skipped, as are positions of the other side
         ("x_stride", c_uint32),
         ("width", c_uint32),
         ("table_stride", c_uint32),
         ("extent_rows", c_uint32),
         ("plane", c_uint32),
         ("row_bytes", c_uint32),
+        ("side", c_uint32),  # of `sides`, which is 1 on a single device
+        ("sides", c_uint32),
     ]
 
 
@@ -117,7 +119,7 @@ class index_score_args(Args):
         ("tables", c_void_p),  # [sessions, table_stride] u64 index-key extents
         ("sessions", c_void_p),  # [rows] i32
         ("positions", c_void_p),  # [rows] i32
-        ("scores", c_void_p),  # [rows, score_stride] f32
+        ("scores", c_void_p),  # [rows, score_stride] f32; a side of a pair has the columns and keys of its own rows (share.h)
         ("heads", c_uint32),
         ("dim", c_uint32),
         ("table_stride", c_uint32),
@@ -127,6 +129,8 @@ class index_score_args(Args):
         ("score_stride", c_uint32),
         ("key_scale", c_float),
         ("head_scale", c_float),
+        ("side", c_uint32),
+        ("sides", c_uint32),
         ("_pad", c_uint32),
     ]
 
@@ -137,10 +141,15 @@ class topk_args(Args):
     _fields_ = [
         ("scores", c_void_p),  # [rows, score_stride] f32; columns past positions[r] are not read, and none while positions[r] < k
         ("positions", c_void_p),  # [rows] i32; -1: no position, count 0
-        ("selected", c_void_p),  # [rows, k] i32; entries past counts[r] are -1
-        ("counts", c_void_p),  # [rows] i32
+        ("selected", c_void_p),  # [rows, k] i32; entries past counts[r] are -1; null on a side of a pair
+        ("best", c_void_p),  # [rows, k] u64: the list of a side (merge.h); entries past counts[r] stay as they are; null on a single device
+        ("counts", c_void_p),  # [rows] i32; of a list 0 where positions[r] < k
         ("score_stride", c_uint32),
         ("k", c_uint32),
+        ("extent_rows", c_uint32),  # of the index keys; unused on a single device
+        ("side", c_uint32),
+        ("sides", c_uint32),
+        ("_pad", c_uint32),
     ]
 
 
@@ -425,12 +434,6 @@ class expert_sum_args(Args):
         ("k", c_uint32),
         ("width", c_uint32),
     ]
-
-
-class join_halves_args(Args):
-    """y = T(residual + (low + high)). low, high [count] f32, residual, y [count] T; y may be residual"""
-
-    _fields_ = [("low", c_void_p), ("high", c_void_p), ("residual", c_void_p), ("y", c_void_p), ("count", c_uint64)]
 
 
 class sample_row(Args):

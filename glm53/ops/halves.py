@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm53.hip import Array, Device, Stream
-from glm53.ops.args import join_halves_args
 from glm53.ops.contract import Dims, ceil_div, launch
+from glm53.ops.pair_args import join_halves_args
 from glm53.spec import DType
 
 _COLUMNS, _SUMS, _WAVES = 32, 256, 8  # COLS, HALF_SUMS and WAVES of wave_product.h

@@ -7,7 +7,7 @@ from typing import Protocol
 from glm53.hip import Array, Stream
 from glm53.ops.args import append_args
 from glm53.ops.contract import Cost, Dims, launch, variant
-from glm53.spec import DType
+from glm53.spec import WHOLE, DType, Shard
 
 
 class ExtentLayout(Protocol):
@@ -23,11 +23,14 @@ class ExtentLayout(Protocol):
     def row_bytes(self) -> int: ...
 
 
-def append(stream: Stream, x: Array, tables: Array, sessions: Array, positions: Array, layout: ExtentLayout, plane: int) -> None:
+def append(
+    stream: Stream, x: Array, tables: Array, sessions: Array, positions: Array, layout: ExtentLayout, plane: int, share: Shard = WHOLE
+) -> None:
     """Stores row r of x as row positions[r] of plane `plane` of session sessions[r]; a negative position is padding and is skipped.
 
     x [rows, width] T (f32 or bf16), width * sizeof(T) <= row_bytes; tables [sessions, extents] u64, the extents of these positions present;
-    sessions, positions [rows] i32. The caller has checked that positions and sessions lie inside the tables.
+    sessions, positions [rows] i32. The caller has checked that positions and sessions lie inside the tables. share: the side whose tables these
+    are, its own extents one after the other; positions of the other side are skipped. Raises ContractError.
     """
     dims = Dims("append")
     dims.match("x", x, "rows", "width", dtype=(DType.F32, DType.BF16))
@@ -48,6 +51,8 @@ def append(stream: Stream, x: Array, tables: Array, sessions: Array, positions: 
         layout.extent_rows,
         plane,
         layout.row_bytes,
+        share.index,
+        share.count,
     )
     launch(stream, variant("append", ("f32", "bf16"), x.dtype), (dims["rows"], 1, 1), args)
 

@@ -45,8 +45,9 @@ def matmul(stream: Stream, x: Array, w: Matrix, y: Array, residual: Array | None
     _launch(stream, (x.dtype, w.format, y.dtype), args, batch=1)
 
 
-def matmul_half(stream: Stream, x: Array, w: Matrix, half: int, y: Array) -> None:
-    """y = x[:, part] w[:, part]^T, part the first half of k (0) or the rest (1), as `halves.half_of` divides it.
+def matmul_half(stream: Stream, x: Array, w: Matrix, half: int | None, y: Array) -> None:
+    """y = x[:, part] w[:, part]^T, part the first half of k (0) or the rest (1), as `halves.half_of` divides it; None: all of k, which on a side of a
+    pair is one half of the whole's.
 
     x [rows, k] X, w [n, k] W, y [rows, n] f32; x must not overlap y. Variants X_W: f32_W and bf16_W with any W. The other half and `halves.join`
     complete the product. Enqueues one kernel. Raises ContractError.
@@ -57,7 +58,7 @@ def matmul_half(stream: Stream, x: Array, w: Matrix, half: int, y: Array) -> Non
     dims.match("y", y, "rows", "n", dtype=DType.F32)
     dims.distinct("x", x, "y", y)
     rows, n, k = dims["rows"], dims["n"], dims["k"]
-    first, count = half_of(k, half)
+    first, count = (0, k) if half is None else half_of(k, half)
     args = matmul_args(
         x=x.address + first * x.dtype.item_bytes,
         w=w.codes.address + first * w.format.bits // 8,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from glm53.hip import Array, Buffer, Device, Stream
 from glm53.ops.args import copy_planes_args, fetch_args, gather_plane_args, read_rows_args, store_rows_args
 from glm53.ops.contract import ContractError, Cost, Dims, ceil_div, launch
+from glm53.ops.pair_args import place_rows_args
 from glm53.spec import DType, Offsets, RowFormat
 
 if TYPE_CHECKING:
@@ -121,6 +122,25 @@ def store_rows(
 
 def cost_store_rows(rows: int, width: int, item_bytes: int, row_bytes: int) -> Cost:
     return Cost(bytes=rows * (width * item_bytes + row_bytes + 8), flops=0)
+
+
+def place_rows(stream: Stream, rows: Array, refs: Array, *, offsets: Offsets) -> None:
+    """Copies packed row r to the row reference refs[r]; a reference of 0 is skipped.
+
+    rows [rows, row_bytes] u8, row_bytes and its address multiples of 16, as store_rows writes it through references of the linear space; refs [rows]
+    u64, distinct. The rows that one device of a pair has quantised reach both so. Raises ContractError.
+    """
+    d = Dims("place_rows")
+    d.match("rows", rows, "rows", "row_bytes", dtype=DType.U8)
+    d.match("refs", refs, "rows", dtype=DType.U64)
+    d.require(d["row_bytes"] % 16 == 0 and rows.address % 16 == 0, f"rows have {d['row_bytes']} bytes at {rows.address:#x}, expected multiples of 16")
+    args = place_rows_args(rows=rows.address, refs=refs.address, row_bytes=d["row_bytes"])
+    args.offsets[:] = space_offsets("place_rows", offsets)
+    launch(stream, "place_rows", (d["rows"], 1, 1), args)
+
+
+def cost_place_rows(rows: int, row_bytes: int) -> Cost:
+    return Cost(bytes=rows * (2 * row_bytes + 8), flops=0)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from glm53.hip import Array, Stream
 from glm53.ops.args import fetch_args
-from glm53.ops.contract import Cost, Dims, ceil_div, launch
+from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
 from glm53.ops.halves import Halves, first_half, half_of
 from glm53.ops.history import ExtentLayout
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
 from glm53.ops.step_args import step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
-from glm53.spec import DType, Offsets, RowFormat, WeightFormat
+from glm53.spec import WHOLE, DType, Offsets, RowFormat, Shard, WeightFormat
 
 SEGMENTS_MAX = 4
 _T = (DType.F32, DType.BF16)
@@ -64,6 +64,25 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class RowMail:
+    """Packed rows between the devices of a pair: words that part ROWS posts (the owner) or takes (`receive`, the peer). `ops.exchange.Exchange.mail`.
+
+    box: address of [words_max] u64, for query row r from r * row_bytes / 4 on: the peer's uncached memory, or without in-kernel exchange the
+    side's own; number of the mail: 2 * (counter * per_step + index) + 1, counter [1] u32 on the device of the part; error [1] u32: number of mail
+    that did not come within `budget` polls, or 0.
+    """
+
+    box: int
+    words_max: int
+    receive: bool
+    counter: Array
+    per_step: int
+    index: int
+    error: Array
+    budget: int
+
+
+@dataclass(frozen=True)
 class RowsPart:
     """Finishes the new history rows, and the new index keys where `key` is given; one block a query row.
 
@@ -71,10 +90,12 @@ class RowsPart:
     is stored at refs [rows] u64 (0: skipped) as ops.rows.store_rows does; error [1] u32 for q8g64. key [rows, width] T: layer norm (key_norm,
     key_bias [width] T, key_eps), RoPE on its first columns, stored as ops.history.append does with key_tables [sessions, extents] u64, sessions
     [rows] i32, key_shape (row_bytes = width * sizeof(T)), key_plane. Same bits as those operations one by one. A negative position: no key.
+    key_share: of a pair's side, which stores the keys of positions in its own extents alone; key_tables list these one after the other.
+    mail: the owner of a pair sends the packed row, the peer receives it and has neither row nor row_norm; a reference of 0 is skipped on both.
     """
 
-    row: Array
-    row_norm: Array
+    row: Array | None
+    row_norm: Array | None
     row_eps: float
     refs: Array
     offsets: Offsets
@@ -89,6 +110,8 @@ class RowsPart:
     sessions: Array | None = None
     key_shape: ExtentLayout | None = None
     key_plane: int = 0
+    key_share: Shard = WHOLE
+    mail: RowMail | None = None
 
 
 @dataclass(frozen=True)
@@ -349,41 +372,73 @@ def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segme
 
 
 def _bind_rows(d: Dims, args: step_gemv_args, part: RowsPart, dtype: DType) -> None:
+    d.match("refs", part.refs, "rows", dtype=DType.U64)
+    p: step_rows_args = args.part_rows
+    latent = part.latent
+    if part.mail is not None and part.mail.receive:
+        d.require(part.row is None and part.row_norm is None, "row or row_norm is given with mail to receive, expected None: the row comes packed")
+        rope = args.rope_dim
+        _require_rope(d, args, rope, "RowsPart")
+    else:
+        rope = _bind_row(d, args, part, dtype)
+    format_variant("step_gemv", dtype, part.row_format)
+    p.refs = part.refs.address
+    p.offsets[:] = space_offsets("step_gemv", part.offsets)
+    p.row_eps, p.row_format, p.latent, p.rope = part.row_eps, _ROW_FORMATS[part.row_format], latent, rope
+    p.row_bytes = row_size("step_gemv", part.row_format, latent, rope)
+    _require_lds(d, "row", (latent + rope) * dtype.item_bytes)
+    if part.mail is not None:
+        _bind_mail(d, args, part.mail)
+    if part.key is not None:
+        _bind_key(d, p, part, part.key, rope, dtype)
+
+
+def _bind_row(d: Dims, args: step_gemv_args, part: RowsPart, dtype: DType) -> int:
+    """The row that is finished here; its columns that turn."""
+    if part.row is None or part.row_norm is None:
+        d.fail("row or row_norm is None, expected both: only mail to receive brings the row packed")
     d.match("row", part.row, "rows", "row columns", dtype=dtype)
     d.match("row_norm", part.row_norm, "latent", dtype=dtype)
-    d.match("refs", part.refs, "rows", dtype=DType.U64)
     latent, rope = part.latent, d["row columns"] - part.latent
     d.require(d["latent"] == latent and rope >= 0, f"latent is {latent}, expected row_norm's {d['latent']}, at most the row's {d['row columns']}")
     d.require(part.row_eps > 0, f"row_eps is {part.row_eps}, expected a positive number")
     _require_rope(d, args, rope, "RowsPart")
-    format_variant("step_gemv", dtype, part.row_format)
-    quantised = part.row_format is RowFormat.Q8G64
     p: step_rows_args = args.part_rows
+    quantised = part.row_format is RowFormat.Q8G64
     if quantised and part.error is None:
         d.fail("error is None, expected a [1] u32 array: q8g64 reports values that are not finite there")
     if part.error is not None:
         d.match("error", part.error, 1, dtype=DType.U32)
         p.error = part.error.address if quantised else None
-    p.row, p.row_norm, p.refs = part.row.address, part.row_norm.address, part.refs.address
-    p.offsets[:] = space_offsets("step_gemv", part.offsets)
-    p.row_eps, p.row_format, p.latent, p.rope = part.row_eps, _ROW_FORMATS[part.row_format], latent, rope
-    p.row_bytes = row_size("step_gemv", part.row_format, latent, rope)
-    _require_lds(d, "row", (latent + rope) * dtype.item_bytes)
-    if part.key is not None:
-        _bind_key(d, p, part, part.key, rope)
+    p.row, p.row_norm = part.row.address, part.row_norm.address
+    return rope
+
+
+def _bind_mail(d: Dims, args: step_gemv_args, mail: RowMail) -> None:
+    p: step_rows_args = args.part_rows
+    d.match("mail.counter", mail.counter, 1, dtype=DType.U32)
+    d.match("mail.error", mail.error, 1, dtype=DType.U32)
+    words = d["rows"] * p.row_bytes // 4
+    d.require(words <= mail.words_max, f"mail has room for {mail.words_max} words, expected {words} for {d['rows']} rows of {p.row_bytes} bytes")
+    d.require(0 <= mail.index < mail.per_step < U32_LIMIT, f"mail.index is {mail.index}, expected 0 to below per_step={mail.per_step}")
+    if mail.receive:
+        p.inbox, args.waiting_blocks = mail.box, d["rows"]
+    else:
+        p.outbox = mail.box
+    p.mail_counter, p.mail_error, p.mail_budget = mail.counter.address, mail.error.address, mail.budget
+    p.mail_per_step, p.mail_index = mail.per_step, mail.index
 
 
 def _require_lds(d: Dims, name: str, row_bytes: int) -> None:
     d.require(row_bytes <= 32768, f"a {name} is {row_bytes} bytes, expected at most 32768: it is finished in LDS")
 
 
-def _bind_key(d: Dims, p: step_rows_args, part: RowsPart, key: Array, rope: int) -> None:
+def _bind_key(d: Dims, p: step_rows_args, part: RowsPart, key: Array, rope: int, dtype: DType) -> None:
     arrays = (part.key_norm, part.key_bias, part.key_tables, part.sessions)
     norm, bias, tables, sessions = arrays
     shape = part.key_shape
     if norm is None or bias is None or tables is None or sessions is None or shape is None:
         d.fail("key is given, expected key_norm, key_bias, key_tables, sessions and key_shape with it")
-    dtype = part.row.dtype
     d.match("key", key, "rows", "key width", dtype=dtype)
     d.match("key_norm", norm, "key width", dtype=dtype)
     d.match("key_bias", bias, "key width", dtype=dtype)
@@ -398,6 +453,7 @@ def _bind_key(d: Dims, p: step_rows_args, part: RowsPart, key: Array, rope: int)
     p.key, p.key_norm, p.key_bias, p.key_tables, p.sessions = (a.address for a in (key, norm, bias, tables, sessions))
     p.key_eps, p.key_width, p.key_table_stride = part.key_eps, width, d["key extents"]
     p.key_extent_rows, p.key_plane = shape.extent_rows, part.key_plane
+    p.key_side, p.key_sides = part.key_share.index, part.key_share.count
 
 
 def _bind_router(d: Dims, args: step_gemv_args, part: RouterPart, segments: Sequence[Segment]) -> None:

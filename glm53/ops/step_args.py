@@ -10,7 +10,7 @@ from glm53.ops.args import Args, fetch_args
 class step_rows_args(Args):
     """Part ROWS of step_gemv, one block a query row: finishes what kv_a and the indexer's wk gave. History row: latent = norm of the first
     columns, rope part turned, stored at refs[r] as store_rows does. Index key (null: none): layer norm, RoPE on its first columns, appended as
-    append does."""
+    append does. On the owner of a pair the packed row also goes to the peer's mailbox, from which the peer's part takes it."""
 
     _fields_ = [
         ("row", c_void_p),  # [rows, latent + rope] T
@@ -22,6 +22,11 @@ class step_rows_args(Args):
         ("key_bias", c_void_p),  # [key_width] T
         ("key_tables", c_void_p),  # [sessions, key_table_stride] u64 extents of index keys
         ("sessions", c_void_p),  # [rows] i32
+        ("outbox", c_void_p),  # [rows, row_bytes / 4] u64: mail number << 32 | word, on the owner of a pair; or null
+        ("inbox", c_void_p),  # the same, on the peer: row, row_norm and error are null then; or null
+        ("mail_counter", c_void_p),  # [1] u32: steps done; number = 2 * (counter * mail_per_step + mail_index) + 1
+        ("mail_error", c_void_p),  # [1] u32: number of mail that did not come, or 0
+        ("mail_budget", c_uint64),  # polls of one wait
         ("offsets", c_uint64 * 4),  # of the four spaces, in bytes
         ("row_eps", c_float),
         ("key_eps", c_float),
@@ -33,6 +38,10 @@ class step_rows_args(Args):
         ("key_table_stride", c_uint32),
         ("key_extent_rows", c_uint32),
         ("key_plane", c_uint32),
+        ("key_side", c_uint32),  # keys of positions whose extent's number is key_side modulo key_sides are stored, in tables of these extents alone
+        ("key_sides", c_uint32),  # 1 or 2
+        ("mail_per_step", c_uint32),
+        ("mail_index", c_uint32),
     ]
 
 
@@ -151,7 +160,7 @@ class step_gemv_args(Args):
         ("part_blocks", c_uint32),
         ("rounds", c_uint32),  # of GIVE and FETCH
         ("wide", c_uint32),  # 1: 32 lanes, or 8 waves, share a column: k >= 1,024; of halves, or of one half alone, the first half of k
-        ("_pad", c_uint32),
+        ("waiting_blocks", c_uint32),  # the first blocks, which may wait for another device: those of part ROWS with an inbox
     ]
 
 
@@ -250,7 +259,7 @@ class step_expand_args(Args):
 
 class step_score_args(Args):
     """index_score_args for a step, and the first part of the selection: histogram[r, key >> 20] counts the order keys (scan.h) of all positions <=
-    positions[r]. Rows with positions[r] < k do nothing. Grid: (blocks, rows), fixed."""
+    positions[r], on a side of a pair of those that it holds. Rows with positions[r] < k do nothing. Grid: (blocks, rows), fixed."""
 
     _fields_ = [
         ("q", c_void_p),  # [rows, heads, dim] T
@@ -271,13 +280,15 @@ class step_score_args(Args):
         ("blocks", c_uint32),
         ("key_scale", c_float),
         ("head_scale", c_float),
+        ("side", c_uint32),
+        ("sides", c_uint32),
         ("_pad", c_uint32),
     ]
 
 
 class step_topk_args(Args):
-    """Second part: the selection of topk_args, exact, positions ascending. The bin that holds the k-th largest key comes from the histogram.
-    Grid: (blocks, rows), fixed."""
+    """Second part: the selection, or list, of topk_args, exact, positions ascending. The bin that holds the k-th largest key comes from the
+    histogram. Grid: (blocks, rows), fixed."""
 
     _fields_ = [
         ("scores", c_void_p),  # [rows, score_stride] f32
@@ -289,14 +300,17 @@ class step_topk_args(Args):
         ("arrivals", c_void_p),  # [rows] u32, 0 before and after
         ("drawn", c_void_p),  # [draws, k] i32 ascending positions, then -1, that replace the selection, for benchmarks and tests; or null
         ("draw_index", c_void_p),  # [1] u32: draws used are (index + row) mod draws
-        ("selected", c_void_p),  # [rows, k] i32 out, -1 past counts[r]
+        ("selected", c_void_p),  # [rows, k] i32 out, -1 past counts[r]; null on a side of a pair
+        ("best", c_void_p),  # [rows, k] u64 out, as topk_args; null on a single device
         ("counts", c_void_p),  # [rows] i32 out
         ("score_stride", c_uint32),  # a multiple of 32
         ("count_stride", c_uint32),  # at least blocks
         ("k", c_uint32),
         ("blocks", c_uint32),
         ("draws", c_uint32),
-        ("_pad", c_uint32),
+        ("extent_rows", c_uint32),  # of the index keys; unused on a single device
+        ("side", c_uint32),
+        ("sides", c_uint32),
     ]
 
 
@@ -326,7 +340,7 @@ class step_begin_args(Args):
 
 class step_end_args(Args):
     """After the last layer: the round tags of the sessions move on, the step counter too; if tokens were drawn, positions and sampling
-    counters move on by one and a record goes to the ring in host memory. Record: step number, row error, then per row token,
+    counters move on by one and a record goes to the ring in host memory. Record: step number, row error, exchange error, then per row token,
     bits of its log-probability, and `tops` ids and `tops` log-probabilities. One block."""
 
     _fields_ = [
@@ -339,6 +353,7 @@ class step_end_args(Args):
         ("states", c_void_p),  # [sessions] kv_state, or null: no hot cache
         ("round_sessions", c_void_p),  # [rounds] i32; negative: padding
         ("error", c_void_p),  # [1] u32 of the row quantiser, 0 after a record
+        ("link_error", c_void_p),  # [1] u32 of the exchanges of a pair; or null
         ("counter", c_void_p),  # [1] u32: steps done
         ("ring", c_void_p),  # [ring_steps, record_words] u32 in host memory
         ("rows", c_uint32),

@@ -3,7 +3,7 @@ step_gemv: hotcache.h.
 
 Launches of fixed grids, everything that changes in device memory: they may be captured once and replayed. rows: query rows of the launch, each
 of a session (a row of the tables) and at a position; -1 marks a row that is not in use. T: f32 or bf16. Selections equal those of ops.selection on
-the same scores; references and misses are those of ops.hotcache.
+the same scores; references and misses are those of ops.hotcache. share: the side of a pair whose scores and lists these are, as in ops.selection.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from glm53.ops import hotcache
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
 from glm53.ops.history import ExtentLayout
 from glm53.ops.hotcache import FetchList, SlotTables
+from glm53.ops.selection import selection_target
 from glm53.ops.step_args import step_give_args, step_place_args, step_score_args, step_topk_args
-from glm53.spec import DType
+from glm53.spec import WHOLE, DType, Shard
 
 _T = (DType.F32, DType.BF16)
 _VARIANTS = ("f32", "bf16")
@@ -83,7 +84,8 @@ class Selector:
 
     @classmethod
     def make(cls, device: Device, rows_max: int, context: int, k: int, category: str) -> Self:
-        """context: above every position. k: rows of a selection, at most 2,048. Raises ContractError, DeviceMemoryError."""
+        """context: above every position, of a side the rows that it holds of that, at least 1. k: rows of a selection, at most 2,048. Raises
+        ContractError, DeviceMemoryError."""
         d = Dims("step_select")
         k_max, blocks_max = (device.kernel("step_topk").constants[name] for name in ("k_max", "blocks_max"))
         bins = device.kernel("step_score_f32").constants["bins"]
@@ -130,12 +132,14 @@ class Selector:
         shape: ExtentShape,
         plane: int,
         blocks: int | None = None,
+        share: Shard = WHOLE,
     ) -> None:
         """scores[r, p] = sum_j gate[r, j] * heads^-1/2 * max(0, <query[r, j], key[p]> * dim^-1/2) for p <= positions[r], where positions[r] >= k.
 
         query [rows, heads, dim] T, gate [rows, heads] f32, tables [sessions, extents] u64 of index-key extents, sessions, positions [rows] i32.
         shape: row_bytes = dim * sizeof(T). Positions lie below `context` (not checked: device data). heads <= 64, dim <= 128, heads * dim <= 4096.
-        blocks: blocks a row, None: from the compute units. A score's bits depend on the row's query, gates and key alone. Raises ContractError.
+        blocks: blocks a row, None: from the compute units. A score's bits depend on the row's query, gates and key alone. A side has the tables and
+        columns of its own rows. Raises ContractError.
         Source: lightning indexer of DeepSeek-V3.2.
         """
         d = Dims("step_score")
@@ -171,6 +175,8 @@ class Selector:
             blocks=blocks,
             key_scale=dim**-0.5,
             head_scale=heads**-0.5,
+            side=share.index,
+            sides=share.count,
         )
         launch(stream, name, (blocks, d["rows"], 1), args)
 
@@ -183,16 +189,20 @@ class Selector:
         drawn: Drawn | None = None,
         blocks: int | None = None,
         cleared: Array | None = None,
+        share: Shard = WHOLE,
+        extent_rows: int | None = None,
     ) -> None:
         """The counts[r] = min(k, positions[r] + 1) positions of the largest scores, ascending, ties to the lowest position.
 
         After `score` of the same rows. positions [rows] i32; selected [rows, k] i32, -1 past counts[r]; counts [rows] i32. blocks: a row, None:
         from the compute units. cleared: a histogram of another selector that is zeroed instead of this one's, so that a benchmark can repeat the
-        launch. -0 equals +0, NaN counts as -inf. Raises ContractError.
+        launch. -0 equals +0, NaN counts as -inf. share, extent_rows of its keys: a side writes its list as `ops.selection.topk`; what is drawn takes
+        effect in the merge. Raises ContractError.
         """
         d = Dims("step_topk")
         self._bind(d, positions)
-        d.match("selected", selected, "rows", self.k, dtype=DType.I32)
+        target = selection_target(d, selected, self.k, share, extent_rows)
+        d.require(drawn is None or share.count == 1, f"drawn is given beside share={share}, expected None; next: drawn of merge.Lists")
         d.match("counts", counts, "rows", dtype=DType.I32)
         count_stride = self.entry_counts.shape[1]
         blocks = _blocks(d, stream.device, TOPK_BLOCKS_PER_UNIT, blocks, count_stride)
@@ -204,12 +214,12 @@ class Selector:
             entries=self.entries.address,
             entry_counts=self.entry_counts.address,
             arrivals=self.arrivals.address,
-            selected=selected.address,
             counts=counts.address,
             score_stride=d["columns"],
             count_stride=count_stride,
             k=self.k,
             blocks=blocks,
+            **target,
         )
         if cleared is not None:
             d.match("cleared", cleared, *self.histogram.shape, dtype=DType.U32)

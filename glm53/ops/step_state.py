@@ -14,7 +14,7 @@ from glm53.ops.sampling import ROW_BYTES
 from glm53.ops.step_args import step_begin_args, step_end_args
 from glm53.spec import DType
 
-RECORD_HEAD_WORDS = 2  # step number, row error
+RECORD_HEAD_WORDS = 3  # step number, row error, exchange error
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,12 @@ class Ring:
 
 @dataclass(frozen=True)
 class Record:
-    """One step as the ring has it. row_error: 1 + a row that could not be quantised, or 0. Arrays by row; tops None or (ids, logprobs) [rows, n]."""
+    """One step as the ring has it. row_error: 1 + a row that could not be quantised, or 0; link_error: number of an exchange of a pair that got no
+    answer, in this step or before it, or 0. Arrays by row; tops None or (ids, logprobs) [rows, n]."""
 
     step: int
     row_error: int
+    link_error: int
     tokens: np.ndarray
     logprobs: np.ndarray
     tops: tuple[np.ndarray, np.ndarray] | None
@@ -110,12 +112,21 @@ def read_record(ring: Ring, step: int, rows: int, tops: int) -> Record:
     words = ring.words[step % ring.words.shape[0]]
     body = words[RECORD_HEAD_WORDS : record_words(rows, tops)].reshape(rows, 2 + 2 * tops).copy()
     split = (body[:, 2 : 2 + tops].view(np.int32), body[:, 2 + tops :].view(np.float32)) if tops else None
-    return Record(int(words[0]), int(words[1]), body[:, 0].view(np.int32), body[:, 1].view(np.float32), split)
+    return Record(int(words[0]), int(words[1]), int(words[2]), body[:, 0].view(np.int32), body[:, 1].view(np.float32), split)
 
 
-def end(stream: Stream, counter: Array, error: Array, rounds: Array, states: Array | None, draws: Draws | None) -> None:
+def end(
+    stream: Stream,
+    counter: Array,
+    error: Array,
+    rounds: Array,
+    states: Array | None,
+    draws: Draws | None,
+    link_error: Array | None = None,
+) -> None:
     """Moves on what changes from step to step: counter [1] u32, round tags in states [sessions, STATE_BYTES] u8 of the sessions in rounds
-    [rounds] i32 (negative: padding), and with `draws` positions and sampling counters by one, after writing the record of the step. error [1] u32.
+    [rounds] i32 (negative: padding), and with `draws` positions and sampling counters by one, after writing the record of the step. error [1] u32;
+    link_error [1] u32: that of a pair's exchanges (`ops.exchange.Exchange.errors`), None on a device alone.
     """
     d = Dims("step_end")
     d.match("counter", counter, 1, dtype=DType.U32)
@@ -128,6 +139,9 @@ def end(stream: Stream, counter: Array, error: Array, rounds: Array, states: Arr
         counter=counter.address,
         rounds=d["rounds"],
     )
+    if link_error is not None:
+        d.match("link_error", link_error, 1, dtype=DType.U32)
+        args.link_error = link_error.address
     if draws is not None:
         _add_draws(d, args, draws)
     launch(stream, "step_end", (1, 1, 1), args)

@@ -1,4 +1,4 @@
-// history_stores.h - history rows and index keys written by the fast host build: store_rows_*, append_*.
+// history_stores.h - history rows and index keys written by the fast host build: store_rows_*, place_rows, append_*.
 #pragma once
 
 namespace {
@@ -48,6 +48,18 @@ template <class T, bool QUANTISED> bool store_rows(const store_rows_args& a, Blo
   return true;
 }
 
+// Grid: rows.
+DEVICE bool place_rows(const place_rows_args& a, Blocks& b) {
+  for (uint64_t r = b.first; r < b.last; r++) {
+    uint64_t ref = ((const uint64_t*)a.refs)[r];
+    if (ref == 0) continue;
+    uint8_t* row = (uint8_t*)b.row(ref, a.offsets, a.row_bytes);
+    if (!row) return false;
+    memcpy(row, (const uint8_t*)a.rows + r * a.row_bytes, a.row_bytes);
+  }
+  return true;
+}
+
 // The row of an index key; null after a failed touch.
 DEVICE uint8_t* key_row(Blocks& b, const uint64_t* table, uint32_t plane, uint32_t extent_rows, uint32_t row_bytes, uint32_t position,
                         uint64_t bytes) {
@@ -59,9 +71,10 @@ DEVICE uint8_t* key_row(Blocks& b, const uint64_t* table, uint32_t plane, uint32
 template <class T> bool append(const append_args& a, Blocks& b) {
   for (uint64_t r = b.first; r < b.last; r++) {
     int32_t position = ((const int32_t*)a.positions)[r];
-    if (position < 0) continue;
+    if (position < 0 || !share::holds((uint32_t)position, a.extent_rows, a.side, a.sides)) continue;
+    uint32_t at = share::row_of((uint32_t)position, a.extent_rows, a.sides);
     const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[r] * a.table_stride;
-    uint8_t* row = key_row(b, table, a.plane, a.extent_rows, a.row_bytes, (uint32_t)position, a.width * sizeof(T));
+    uint8_t* row = key_row(b, table, a.plane, a.extent_rows, a.row_bytes, at, a.width * sizeof(T));
     if (!row) return false;
     memcpy(row, (const T*)a.x + r * a.x_stride, a.width * sizeof(T));
   }
@@ -74,6 +87,7 @@ FAST_KERNEL(store_rows_f32_f32, store_rows_args, stores::store_rows<float, false
 FAST_KERNEL(store_rows_bf16_bf16, store_rows_args, stores::store_rows<bf16, false>);
 FAST_KERNEL(store_rows_f32_q8g64, store_rows_args, stores::store_rows<float, true>);
 FAST_KERNEL(store_rows_bf16_q8g64, store_rows_args, stores::store_rows<bf16, true>);
+FAST_KERNEL(place_rows, place_rows_args, stores::place_rows);
 FAST_KERNEL(append_f32, append_args, stores::append<float>);
 FAST_KERNEL(append_bf16, append_args, stores::append<bf16>);
 

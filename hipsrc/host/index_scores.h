@@ -71,7 +71,7 @@ template <class A> DEVICE void score_keys(const Query& s, const A& a, uint32_t p
   }
 }
 
-// Keys [first, first + count) of a session as f32; false after a failed touch.
+// Rows of keys [first, first + count) of a session's tables as f32; false after a failed touch.
 template <class T, class A> DEVICE bool load_keys(Query& s, const A& a, Blocks& b, uint32_t first, uint32_t count, uint32_t pitch) {
   const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[s.row] * a.table_stride;
   for (uint32_t n = 0; n < count; n++) {
@@ -93,8 +93,9 @@ template <class T> bool score(const index_score_args& a, Blocks& b) {
   for (uint64_t block = b.first; block < b.last; block++) {
     uint32_t row = (uint32_t)(block / b.grid.x), first = (uint32_t)(block % b.grid.x) * TILE;
     int32_t position = ((const int32_t*)a.positions)[row];
-    if (position < 0 || first > (uint32_t)position) continue;
-    uint32_t visible = (uint32_t)position + 1u - first, count = visible < TILE ? visible : TILE;
+    uint32_t keys = share::rows_of(position < 0 ? 0u : (uint32_t)position + 1u, a.extent_rows, a.side, a.sides);
+    if (first >= keys) continue;
+    uint32_t visible = keys - first, count = visible < TILE ? visible : TILE;
     if (row != s.row) load_query<T>(s, a, row, pitch);
     if (!load_keys<T>(s, a, b, first, count, pitch)) return false;
     score_keys(s, a, pitch, count, (float*)a.scores + (uint64_t)row * a.score_stride + first);

@@ -168,6 +168,17 @@ template <class T> bool join_halves(const join_halves_args& a, Blocks& b) {
   return true;
 }
 
+// Grid: (blocks of 256 words, rows).
+DEVICE bool join_parts(const join_parts_args& a, Blocks& b) {
+  uint64_t columns = b.grid.x, words = a.low_words + a.high_words;
+  for (uint64_t block = b.first; block < b.last; block++) {
+    uint64_t r = block / columns, first = block % columns * 256, end = first + 256 < words ? first + 256 : words;
+    const uint32_t *low = (const uint32_t*)a.low + r * a.low_words, *high = (const uint32_t*)a.high + r * a.high_words;
+    for (uint64_t i = first; i < end; i++) ((uint32_t*)a.whole)[r * words + i] = i < a.low_words ? low[i] : high[i - a.low_words];
+  }
+  return true;
+}
+
 }  // namespace values
 
 FAST_KERNEL(rms_norm_f32, norm_args, values::rms_norm<float>);
@@ -185,6 +196,7 @@ FAST_KERNEL(expert_sum_f32, expert_sum_args, values::expert_sum<float>);
 FAST_KERNEL(expert_sum_bf16, expert_sum_args, values::expert_sum<bf16>);
 FAST_KERNEL(join_halves_f32, join_halves_args, values::join_halves<float>);
 FAST_KERNEL(join_halves_bf16, join_halves_args, values::join_halves<bf16>);
+FAST_KERNEL(join_parts, join_parts_args, values::join_parts);
 
 }  // namespace host
 }  // namespace

@@ -1,6 +1,7 @@
-// selections.h - topk, router and expert_sort of the fast host build. Counts and comparisons only (the router's arithmetic is router.hip's, expert by
+// selections.h - topk, merge_lists, router and expert_sort of the fast host build. Counts and comparisons only (the router's arithmetic is router.hip's, expert by
 // expert), so the results are those of the fiber kernels whatever the method.
 #pragma once
+#include <algorithm>
 
 namespace {
 namespace host {
@@ -34,28 +35,88 @@ inline uint32_t boundary(const uint32_t* keys, uint32_t n, uint32_t k, uint32_t*
   return (prefix << 10) | find_digit(histogram, wanted);
 }
 
+// Calls put(place, column, key) for the k best of n > 0 scores, ascending, k <= n; false without memory.
+template <class Put> inline bool best_of(Blocks& b, const float* scores, uint32_t n, uint32_t k, const Put& put) {
+  uint32_t* keys = (uint32_t*)b.scratch(2 * (size_t)n + 1);  // what is left of the keys is stored one element past its count
+  if (!keys) return false;
+  for (uint32_t p = 0; p < n; p++) keys[p] = order_key(scores[p]);
+  uint32_t wanted, limit = boundary(keys, n, k, keys + n, &wanted), taken = 0;
+  for (uint32_t p = 0; p < n && taken < k; p++) {
+    uint32_t equal = keys[p] == limit && wanted ? 1u : 0u;
+    wanted -= equal;
+    if (keys[p] > limit || equal) put(taken++, p, keys[p]);
+  }
+  return true;
+}
+
 // Grid: rows.
 inline bool topk(const topk_args& a, Blocks& b) {
   for (uint64_t row = b.first; row < b.last; row++) {
     int32_t position = ((const int32_t*)a.positions)[row];
     uint32_t n = position < 0 ? 0u : (uint32_t)position + 1u;
-    int32_t* selected = (int32_t*)a.selected + row * a.k;
-    ((int32_t*)a.counts)[row] = (int32_t)(n < a.k ? n : a.k);
+    int32_t *selected = (int32_t*)a.selected + row * a.k, *count = (int32_t*)a.counts + row;
+    uint64_t* best = (uint64_t*)a.best + row * a.k;
+    const float* scores = (const float*)a.scores + row * a.score_stride;
+    if (a.sides != 1) {
+      uint32_t held = n <= a.k ? 0u : share::rows_of(n, a.extent_rows, a.side, a.sides), listed = held < a.k ? held : a.k;
+      *count = (int32_t)listed;
+      if (listed && !best_of(b, scores, held, listed, [&](uint32_t place, uint32_t column, uint32_t key) {
+            best[place] = merge::entry_of(key, share::position_of(column, a.extent_rows, a.side, a.sides));
+          })) return false;
+      continue;
+    }
+    *count = (int32_t)(n < a.k ? n : a.k);
     if (n <= a.k) {
       for (uint32_t i = 0; i < a.k; i++) selected[i] = i < n ? (int32_t)i : -1;
       continue;
     }
-    uint32_t* keys = (uint32_t*)b.scratch(2 * (size_t)n + 1);  // the compaction stores one element past its count
-    if (!keys) return false;
-    const float* scores = (const float*)a.scores + row * a.score_stride;
-    for (uint32_t p = 0; p < n; p++) keys[p] = order_key(scores[p]);
-    uint32_t wanted, limit = boundary(keys, n, a.k, keys + n, &wanted), taken = 0;
-    for (uint32_t p = 0; p < n && taken < a.k; p++) {
-      uint32_t equal = keys[p] == limit && wanted ? 1u : 0u;
-      wanted -= equal;
-      selected[taken] = (int32_t)p;
-      taken += keys[p] > limit ? 1u : equal;
+    if (!best_of(b, scores, n, a.k, [&](uint32_t place, uint32_t column, uint32_t) { selected[place] = (int32_t)column; })) return false;
+  }
+  return true;
+}
+
+// The k best entries of two lists, by position; returns how many. all: room for both.
+inline uint32_t merge_best(const uint64_t* mine, uint32_t mine_count, const uint64_t* other, uint32_t other_count, uint32_t k, uint64_t* all,
+                           int32_t* selected) {
+  uint32_t total = mine_count + other_count, count = 0, i = 0, j = 0;
+  memcpy(all, mine, sizeof(uint64_t) * mine_count);
+  memcpy(all + mine_count, other, sizeof(uint64_t) * other_count);
+  uint64_t lowest = 1;
+  if (total > k) {
+    std::nth_element(all, all + (total - k), all + total);
+    lowest = all[total - k];
+  }
+  while (i < mine_count || j < other_count) {
+    bool from_mine = j == other_count || (i < mine_count && merge::position_of(mine[i]) < merge::position_of(other[j]));
+    uint64_t entry = from_mine ? mine[i++] : other[j++];
+    if (entry >= lowest) selected[count++] = (int32_t)merge::position_of(entry);
+  }
+  return count;
+}
+
+// Grid: rows.
+inline bool merge_lists(const merge_args& a, Blocks& b) {
+  uint64_t* all = (uint64_t*)b.scratch(4 * (size_t)a.k);
+  if (!all) return false;
+  for (uint64_t row = b.first; row < b.last; row++) {
+    int32_t position = ((const int32_t*)a.positions)[row];
+    uint32_t count = position < 0 ? 0u : (uint32_t)position + 1u;
+    int32_t* selected = (int32_t*)a.selected + row * a.k;
+    if (position < (int32_t)a.k) {
+      for (uint32_t i = 0; i < count; i++) selected[i] = (int32_t)i;
+    } else if (a.drawn) {
+      const int32_t* drawn = (const int32_t*)a.drawn + (*(const uint32_t*)a.draw_index + row) % a.draws * a.k;
+      count = 0;
+      for (uint32_t i = 0; i < a.k; i++) {
+        selected[i] = drawn[i];
+        count += drawn[i] >= 0 ? 1u : 0u;
+      }
+    } else {
+      const uint64_t *mine = (const uint64_t*)a.entries + row * a.k, *other = (const uint64_t*)a.other_entries + row * a.k;
+      count = merge_best(mine, merge::count_of(a.counts, (uint32_t)row, a.k), other, merge::count_of(a.other_counts, (uint32_t)row, a.k), a.k, all, selected);
     }
+    for (uint32_t i = a.drawn && position >= (int32_t)a.k ? a.k : count; i < a.k; i++) selected[i] = -1;
+    ((int32_t*)a.selected_counts)[row] = (int32_t)count;
   }
   return true;
 }
@@ -146,6 +207,7 @@ inline bool expert_sort(const expert_sort_args& a, Blocks&) {
 }  // namespace selections
 
 FAST_KERNEL(topk, topk_args, selections::topk);
+FAST_KERNEL(merge_lists, merge_args, selections::merge_lists);
 FAST_KERNEL(router, router_args, selections::router);
 FAST_KERNEL(expert_sort, expert_sort_args, selections::expert_sort);
 

@@ -171,7 +171,14 @@ DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, uint32_t 
   }
 }
 
-// step::finish_rows for query row r; false after a failed touch.
+// step::post_row.
+DEVICE void post_row(const step_rows_args& p, uint32_t r, const uint8_t* row) {
+  uint32_t words = p.row_bytes / 4, number = mailbox::mail_number_of(p.mail_counter, p.mail_per_step, p.mail_index);
+  uint64_t* outbox = (uint64_t*)p.outbox + (uint64_t)r * words;
+  for (uint32_t i = 0; i < words; i++) mailbox::post(outbox + i, number, ((const uint32_t*)row)[i]);
+}
+
+// step::finish_rows for query row r, which waits for no mail; false after a failed touch.
 template <class T> bool finish_row(const step_gemv_args& a, uint32_t r, Blocks& b) {
   const step_rows_args& p = a.part_rows;
   int32_t position = ((const int32_t*)a.positions)[r];
@@ -194,13 +201,15 @@ template <class T> bool finish_row(const step_gemv_args& a, uint32_t r, Blocks& 
     if (!target) return false;
     if (p.row_format != WEIGHT_Q8G64) memcpy(target, done, (p.latent + p.rope) * sizeof(T));
     else if (!stores::quantise_row(done, p.latent, p.rope, target)) global_max((uint32_t*)p.error, r + 1u);
+    if (p.outbox) post_row(p, r, target);
   }
-  if (!p.key || position < 0) return true;
+  if (!p.key || position < 0 || !share::holds((uint32_t)position, p.key_extent_rows, p.key_side, p.key_sides)) return true;
   values::layer_norm_row((const T*)p.key + (uint64_t)r * p.key_width, (const T*)p.key_norm, (const T*)p.key_bias, p.key_width, p.key_eps, done);
   turn(done, done);
   uint32_t bytes = p.key_width * (uint32_t)sizeof(T);
   const uint64_t* table = (const uint64_t*)p.key_tables + (uint64_t)((const int32_t*)p.sessions)[r] * p.key_table_stride;
-  uint8_t* target = stores::key_row(b, table, p.key_plane, p.key_extent_rows, bytes, (uint32_t)position, bytes);
+  uint32_t place = share::row_of((uint32_t)position, p.key_extent_rows, p.key_sides);
+  uint8_t* target = stores::key_row(b, table, p.key_plane, p.key_extent_rows, bytes, place, bytes);
   if (!target) return false;
   memcpy(target, done, bytes);
   return true;

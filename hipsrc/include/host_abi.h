@@ -11,7 +11,8 @@ typedef struct glm53_dim3 {
 } glm53_dim3;
 
 // Flags of a kernel.
-#define GLM53_KERNEL_SPINS 1u  // calls spin_until: may wait for a store of another device or of the host
+#define GLM53_KERNEL_SPINS 1u  // may wait for a store of another device or of the host
+#define GLM53_KERNEL_SPINS_FIRST 2u  // its first blocks may: as many as the u32 at byte flags >> 16 of the arguments says; the others do not wait
 
 // Services of the runtime for kernels that are running. All may be called on any work-item.
 typedef struct glm53_host_hooks {

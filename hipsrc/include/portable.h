@@ -4,6 +4,7 @@
 //                                       must be told. Where launches overlap it begins before the launch before has ended: every work-item calls
 //                                       next_may_begin() and then previous_done() once, and touches before that nothing but weights, which no
 //                                       launch in flight writes. The other kernels do it on entry.
+//                                       Its first a.waiting_blocks blocks may wait as in a SPIN_KERNEL, where the arguments have that field.
 //   next_may_begin()                    from here on the next launch may begin; when all blocks have come here
 //   previous_done()                     waits until all that earlier launches wrote can be read
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)
@@ -29,6 +30,7 @@
 //   wave32_max(v)                       the largest of 32 aligned lanes, u64, in each of them
 //   lanes_sum<LANES>(values)              sums of several f32 at once over a group of lanes
 //   store_system/load_system, fence_system, spin_until        exchange with another device or the host: release and acquire
+//   give_way(), QUICK_POLLS             between two polls of a wait; how many come before the first, where a sleep would cost more than it saves
 //   store_word_system/load_word_system  likewise of words that say themselves what they are: 8 bytes at once, no order among them
 //   tile16, tile_a, tile_b, tile_add     16 x 16 x 16 matrix tiles (portable_tiles.h)
 //   bytes_bf16(word, i)                signed bytes i and i + 2 of a word as a pair of bf16, on sm_90

@@ -119,6 +119,7 @@ DEVICE uint64_t load_word_system(const uint64_t* p) { return __hip_atomic_load(c
 DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
 DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, ""); }
 DEVICE void give_way() { __builtin_amdgcn_s_sleep(1); }
+constexpr uint32_t QUICK_POLLS = 512;
 
 // Through the global address space, so that accesses are global and not flat ones.
 template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {

@@ -117,6 +117,7 @@ DEVICE uint64_t load_word_system(const uint64_t* p) {
 DEVICE void fence_device() { __threadfence(); }
 DEVICE void fence_system() { __threadfence_system(); }
 DEVICE void give_way() { __nanosleep(100); }
+constexpr uint32_t QUICK_POLLS = 512;
 
 template <class T> DEVICE T* pointer_from(uint64_t address, uint64_t bytes) {
   (void)bytes;

@@ -19,7 +19,7 @@
   type(&name)[count] = *(type(*)[count])host::open_shared(name##_slot, sizeof(type[count]))
 #define KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, 0u)
 #define SPIN_KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, GLM53_KERNEL_SPINS)
-#define EARLY_KERNEL(name, args_type, threads, blocks) KERNEL(name, args_type, threads)
+#define EARLY_KERNEL(name, args_type, threads, blocks) GLM53_HOST_KERNEL(name, args_type, threads, host::early_flags<args_type>())
 #define GLM53_HOST_KERNEL(name, args_type, threads, flags)                                                                 \
   static void name(const args_type a);                                                                                     \
   static const bool name##_registered =                                                                                    \
@@ -29,6 +29,16 @@
 
 namespace {
 namespace host {
+
+// Flags of an early kernel: the first blocks of one whose arguments have a field `waiting_blocks` may wait.
+template <class A, class = void> struct Waiting {
+  static constexpr uint32_t flags = 0;
+};
+template <class A> struct Waiting<A, decltype((void)A::waiting_blocks)> {
+  static_assert(sizeof(A::waiting_blocks) == 4 && sizeof(A) < 65536, "flags hold the offset in 16 bits");
+  static constexpr uint32_t flags = GLM53_KERNEL_SPINS_FIRST | (uint32_t)__builtin_offsetof(A, waiting_blocks) << 16;
+};
+template <class A> constexpr uint32_t early_flags() { return Waiting<A>::flags; }
 
 // A function-local static: registrations of any translation unit may run first.
 inline std::vector<glm53_host_kernel>& kernels() {
@@ -213,6 +223,7 @@ template <class A> DEVICE const A& kernel_args(const A& a) { return a; }
 template <class T> DEVICE T* in_global(T* p) { return p; }
 // Blocks of a launch may run on several threads of the host.
 DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+constexpr uint32_t QUICK_POLLS = 0;  // nothing else runs before it gives way
 DEVICE void give_way() {
   const glm53_host_hooks* hooks = host::group->hooks;
   if (hooks && hooks->give_way && hooks->give_way(hooks->context)) host::fail("gave up waiting: the runtime ended the wait of a spinning kernel");

@@ -3,8 +3,10 @@
 // q [rows, heads, dim] T, keys [dim] T found through the session's extent table, f32 arithmetic. ReLU comes before the head weighting.
 // Order of additions: a dot product as dot8; heads j = part, part + 8, ... ascending in each of eight parts; parts added pairwise.
 // It depends on nothing but heads and dim, so a row's bits depend on neither its neighbours, the extent size nor the session's length.
-// Limits: dim <= 128, heads * dim <= 4096. Grid (tiles of 32 positions, rows): fixed by the longest row; tiles past positions[r] leave.
+// A side of a pair scores the positions that it holds, as the rows of its own tables and columns (share.h).
+// Limits: dim <= 128, heads * dim <= 4096. Grid (tiles of 32 rows of keys, rows): fixed by the longest row; tiles past positions[r] leave.
 #include "portable.h"
+#include "share.h"
 
 namespace indexer {
 
@@ -26,8 +28,9 @@ template <class T> DEVICE void index_score(const index_score_args& a) {
   SHARED(const T*, key_rows, TILE);
   uint32_t t = thread_id(), row = block_y(), first = block_x() * TILE;
   int32_t position = ((const int32_t*)a.positions)[row];
-  if (position < 0 || first > (uint32_t)position) return;
-  uint32_t visible = (uint32_t)position + 1u - first, count = visible < TILE ? visible : TILE;
+  uint32_t keys_visible = share::rows_of(position < 0 ? 0u : (uint32_t)position + 1u, a.extent_rows, a.side, a.sides);
+  if (first >= keys_visible) return;
+  uint32_t visible = keys_visible - first, count = visible < TILE ? visible : TILE;
 
   if (t < count) {
     uint32_t p = first + t;

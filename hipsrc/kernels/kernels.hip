@@ -31,6 +31,7 @@
 #include "step_experts.hip"
 #include "sampling.hip"
 #include "exchange.hip"
+#include "merge.hip"
 #if defined(GLM53_HOST)
 #include "../host/fast.h"
 #endif

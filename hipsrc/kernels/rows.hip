@@ -1,5 +1,6 @@
 // rows.hip - history rows written, fetched and moved in bulk. All addresses and byte offsets are 64 bits wide.
 //   store_rows   x [rows, latent | rope] T -> rows in a row format (row_format.h), at row references
+//   place_rows   packed rows to row references: what another device has quantised
 //   fetch_rows   rows of the fetch lists, from host extents into hot slots or staging rows, for several planes
 //   copy_planes  one stretch of bytes of every plane: copy-back of a batch of rows, and what a fork shares
 //   gather_plane one plane of a session's extents into a linear buffer
@@ -150,6 +151,16 @@ KERNEL(store_rows_bf16_bf16, store_rows_args, 64) { history_rows::store_row<bf16
 KERNEL(store_rows_f32_q8g64, store_rows_args, 64) { history_rows::store_row<float, true>(a); }
 // LAUNCH store_rows_bf16_q8g64 block=64
 KERNEL(store_rows_bf16_q8g64, store_rows_args, 64) { history_rows::store_row<bf16, true>(a); }
+
+// Grid: rows.
+// LAUNCH place_rows block=64
+KERNEL(place_rows, place_rows_args, 64) {
+  uint64_t ref = ((const uint64_t*)a.refs)[block_x()];
+  if (ref == 0) return;
+  const words16* from = (const words16*)((const uint8_t*)a.rows + (uint64_t)block_x() * a.row_bytes);
+  words16* to = row_pointer<words16>(ref, a.offsets, a.row_bytes);
+  for (uint32_t i = thread_id(); i < a.row_bytes / 16; i += history_rows::STORE_THREADS) to[i] = from[i];
+}
 
 // Grid: (args.blocks, rounds, planes).
 // LAUNCH fetch_rows block=256 words=256

@@ -94,5 +94,21 @@ template <class W> DEVICE void select_digit(selection<W>* s, uint32_t shift, con
   block_sync();
 }
 
+// One step over digits of 12 bits by a block of THREADS work-items, which have BINS_EACH of the counts each.
+constexpr uint32_t BINS_EACH = 4;
+struct threshold {
+  uint32_t bin, wanted, weight;  // how many of the bin are selected, and how many it has
+};
+// The bin, or digit, that holds the k-th largest of the counted keys. counts: of the work-item's bins; work-item 0 has the largest keys.
+template <uint32_t THREADS> DEVICE void find_bin(const uint32_t* counts, uint32_t k, threshold* found, uint32_t* lds) {
+  uint32_t total, above = block_scan<THREADS>(counts[0] + counts[1] + counts[2] + counts[3], lds, &total);
+  UNROLL
+  for (uint32_t i = BINS_EACH; i-- > 0;) {
+    if (above < k && k <= above + counts[i]) *found = {BINS_EACH * (THREADS - thread_id() - 1u) + i, k - above, counts[i]};
+    above += counts[i];
+  }
+  block_sync();
+}
+
 // True if `key` agrees with the digits found before the step at `shift`.
 DEVICE bool shares_prefix(uint32_t key, uint32_t prefix, uint32_t shift) { return shift == 24u || ((key ^ prefix) >> (shift + 8u)) == 0u; }

@@ -12,6 +12,8 @@
 #include "portable.h"
 #include "fetch.h"
 #include "hotcache.h"
+#include "mailbox.h"
+#include "share.h"
 #include "wave_product.h"
 
 namespace step {
@@ -356,7 +358,22 @@ template <class T, class W> DEVICE void multiply_scalar(const step_gemv_args& a,
   multiply_pairs<T, W, true>(a, s, lds);
 }
 
-// Part ROWS for query row r: the history row, then the index key, each finished in LDS and stored from there.
+// A packed row between the devices of a pair, words [rows, row_bytes / 4]: the owner posts what it has stored, the peer stores what it receives. One set
+// of words is enough: the owner posts a layer's rows after the sum exchange of the layer before, which the peer takes part in after its rows have come.
+DEVICE void post_row(const step_rows_args& p, uint32_t r, const uint8_t* row) {
+  uint32_t words = p.row_bytes / 4, number = mailbox::mail_number_of(p.mail_counter, p.mail_per_step, p.mail_index);
+  uint64_t* outbox = (uint64_t*)p.outbox + (uint64_t)r * words;
+  for (uint32_t i = thread_id(); i < words; i += gemv::THREADS) mailbox::post(outbox + i, number, ((const uint32_t*)row)[i]);
+}
+DEVICE void receive_row(const step_rows_args& p, uint32_t r, uint8_t* row) {
+  uint32_t words = p.row_bytes / 4, number = mailbox::mail_number_of(p.mail_counter, p.mail_per_step, p.mail_index), word;
+  const uint64_t* inbox = (const uint64_t*)p.inbox + (uint64_t)r * words;
+  for (uint32_t i = thread_id(); i < words; i += gemv::THREADS) {
+    if (mailbox::receive(inbox + i, number, p.mail_budget, p.mail_error, &word)) ((uint32_t*)row)[i] = word;
+  }
+}
+
+// Part ROWS for query row r: the history row, then the index key, each finished in LDS and stored from there. With an inbox the row comes from there.
 template <class T> DEVICE void finish_rows(const step_gemv_args& a, uint32_t r, const Lds& lds) {
   const step_rows_args& p = a.part_rows;
   int32_t position = ((const int32_t*)a.positions)[r];
@@ -366,7 +383,9 @@ template <class T> DEVICE void finish_rows(const step_gemv_args& a, uint32_t r, 
   uint32_t pair = thread_id();
   float sine = 0, cosine = 1;
   if (pair < a.rope_dim / 2) rope_angle<T>((float)(position < 0 ? 0 : position) * inv_freq[pair], &sine, &cosine);
-  if (ref != 0) {
+  if (ref != 0 && p.inbox) {
+    receive_row(p, r, row_pointer<uint8_t>(ref, p.offsets, p.row_bytes));
+  } else if (ref != 0) {
     const T* row = (const T*)p.row + (uint64_t)r * (p.latent + p.rope);
     rms_norm_values(row, (const T*)p.row_norm, done, p.latent, p.row_eps, lds.partial);
     if (pair < a.rope_dim / 2) {
@@ -378,8 +397,9 @@ template <class T> DEVICE void finish_rows(const step_gemv_args& a, uint32_t r, 
     if (p.row_format == WEIGHT_Q8G64) history_rows::store_q8g64<256>((const T*)done, p.latent, p.rope, target, (uint32_t*)p.error, r + 1u);
     else history_rows::store_plain<256>((const T*)done, p.latent + p.rope, target);
     block_sync();
+    if (p.outbox) post_row(p, r, target);
   }
-  if (!p.key || position < 0) return;
+  if (!p.key || position < 0 || !share::holds((uint32_t)position, p.key_extent_rows, p.key_side, p.key_sides)) return;
   const T* key = (const T*)p.key + (uint64_t)r * p.key_width;
   layer_norm_values(key, (const T*)p.key_norm, (const T*)p.key_bias, done, p.key_width, p.key_eps, lds.partial);
   block_sync();
@@ -394,7 +414,8 @@ template <class T> DEVICE void finish_rows(const step_gemv_args& a, uint32_t r, 
   to.plane = p.key_plane;
   to.row_bytes = p.key_width * (uint32_t)sizeof(T);
   uint32_t session = (uint32_t)((const int32_t*)p.sessions)[r];
-  append_values<256>(to, (const T*)done, (const uint64_t*)p.key_tables + (uint64_t)session * p.key_table_stride, (uint32_t)position);
+  append_values<256>(to, (const T*)done, (const uint64_t*)p.key_tables + (uint64_t)session * p.key_table_stride,
+                     share::row_of((uint32_t)position, p.key_extent_rows, p.key_sides));
 }
 
 // Part ROUTER, by every block of segment 0 when its logits are stored: the last one to come picks the experts of all rows.

@@ -2,13 +2,16 @@
 //   step_score   score[r, p] as indexer.hip for all p <= positions[r]; histogram of the order keys' upper 12 bits
 //   step_topk    each block finds the bin that holds the k-th largest and lists what lies in or above it, positions ascending; the row's last block
 //                chooses among those in the bin and writes the positions of all that is selected
-// A row with positions[r] < k is the identity and has no scores. The last block is the one whose arrival the row's counter shows as last: it has
+// A side of a pair (share.h) scores the positions that it holds, as the rows of its own tables and columns, and step_topk writes the list of the best of
+// them, for merge.hip. A row with positions[r] < k is the identity and has no scores, and an empty list. The last block is the one whose arrival the row's counter shows as last: it has
 // nothing to wait for. Integers decide, so the selection is exact: largest score first, ties to the lowest position; -0 equals +0, NaN is -inf.
 // Order of additions of a score: heads <= 32, dim 128 and bf16 where there are matrix tiles: dot products as the tiles add, head j into sum
 // j % 16 (ascending), then tile_column_sum. Else as indexer.hip, bit by bit.
 // Limits: dim <= 128, heads <= 64, heads * dim <= 4096, k <= 2048, positions below 2^30, extents of whole multiples of 16 keys.
 #include "portable.h"
+#include "merge.h"
 #include "scan.h"
+#include "share.h"
 
 namespace step_select {
 
@@ -19,7 +22,7 @@ constexpr uint32_t KEY_TILES = 2;  // tiles of keys that a group of lanes works 
 constexpr uint32_t TILE_HEADS = 2 * TILE, TILE_DIM = 128, STEPS = TILE_DIM / TILE;  // what stays in registers as matrix tiles
 constexpr uint32_t PARTS = 8;                                                       // of a sum over heads, as indexer.hip
 constexpr uint32_t BIN_SHIFT = 20, BINS = 1u << (32 - BIN_SHIFT);
-constexpr uint32_t BINS_EACH = 4, BIN_PARTS = 32;  // bins that lie side by side; parts of a histogram that neighbours are spread over
+constexpr uint32_t BIN_PARTS = 32;  // of a histogram that neighbours are spread over
 
 constexpr uint32_t THREADS = 1024;  // of step_topk
 constexpr uint32_t K_MAX = 2 * THREADS, BLOCKS_MAX = THREADS;
@@ -50,7 +53,7 @@ DEVICE bool arrives_last(uint32_t* arrivals, uint32_t blocks) {
   return true;
 }
 
-// Address of the keys from position p on, as many as lie in its extent.
+// Address of the keys from row p of the tables on, as many as lie in its extent.
 template <class T> DEVICE const T* keys_from(const step_score_args& a, const uint64_t* table, uint32_t p, uint32_t count) {
   uint64_t offset = ((uint64_t)a.plane * a.extent_rows + p % a.extent_rows) * a.key_bytes;
   return pointer_from<const T>(table[p / a.extent_rows] + offset, (uint64_t)count * a.key_bytes);
@@ -59,7 +62,7 @@ template <class T> DEVICE const T* keys_from(const step_score_args& a, const uin
 struct scored_row {
   float* scores;
   uint32_t* histogram;  // LDS
-  uint32_t n;           // positions
+  uint32_t n;           // rows of keys
 };
 DEVICE void put_score(const scored_row& s, uint32_t p, float score) {
   if (p >= s.n) return;
@@ -182,7 +185,8 @@ template <class T> DEVICE void score_row(const step_score_args& a) {
   block_sync();
   if (position < (int32_t)a.k) return;
   const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)session * a.table_stride;
-  scored_row s = {(float*)a.scores + (uint64_t)row * a.score_stride, (uint32_t*)counted, (uint32_t)position + 1u};
+  uint32_t n = share::rows_of((uint32_t)position + 1u, a.extent_rows, a.side, a.sides);
+  scored_row s = {(float*)a.scores + (uint64_t)row * a.score_stride, (uint32_t*)counted, n};
   if constexpr (TILES) {
     if (tiled) score_tiles<T>(a, query, table, gates, s);
   }
@@ -198,28 +202,10 @@ template <class T> DEVICE void score_row(const step_score_args& a) {
   }
 }
 
-// An entry: what may be selected. Above the bin, or of the bin, ranked by the rest of the key, then by position, the lowest first; entries differ.
+// An entry: what may be selected, ranked by the key, then by position (on a side its row of keys), the lowest first; entries differ.
 constexpr uint32_t POSITION_LAST = (1u << POSITION_BITS) - 1u;
-constexpr uint64_t ABOVE = (uint64_t)1 << RANK_BITS;
-DEVICE uint64_t entry_of(uint32_t key, uint32_t bin, uint32_t p) {
-  uint64_t rank = (uint64_t)(key & ((1u << BIN_SHIFT) - 1u)) << POSITION_BITS | (POSITION_LAST - p);
-  return key >> BIN_SHIFT == bin ? rank : ABOVE | rank;
-}
+DEVICE uint64_t entry_of(uint32_t key, uint32_t p) { return (uint64_t)key << POSITION_BITS | (POSITION_LAST - p); }
 DEVICE uint32_t position_of(uint64_t entry) { return POSITION_LAST - ((uint32_t)entry & POSITION_LAST); }
-
-struct threshold {
-  uint32_t bin, wanted, weight;  // how many of the bin are selected, and how many it has
-};
-// The bin, or digit, that holds the k-th largest of the counted keys. counts: of the work-item's bins; work-item 0 has the largest keys.
-DEVICE void find_bin(const uint32_t* counts, uint32_t k, threshold* found, uint32_t* lds) {
-  uint32_t total, above = block_scan<THREADS>(counts[0] + counts[1] + counts[2] + counts[3], lds, &total);
-  UNROLL
-  for (uint32_t i = BINS_EACH; i-- > 0;) {
-    if (above < k && k <= above + counts[i]) *found = {BINS - BINS_EACH * (thread_id() + 1u) + i, k - above, counts[i]};
-    above += counts[i];
-  }
-  block_sync();
-}
 DEVICE void load_bins(const uint32_t* histogram, uint32_t* counts) {
   words16 four = *(const words16*)(histogram + bin_place(BINS_EACH * (THREADS - 1u - thread_id())));
   UNROLL
@@ -251,7 +237,7 @@ DEVICE uint32_t list_entries(const step_topk_args& a, const float* scores, uint3
     uint64_t* to = list + begin + listed + block_scan<THREADS>(count, lds, &total);
     UNROLL
     for (uint32_t i = 0; i < N; i++) {
-      if (taken >> i & 1u) *to++ = entry_of(bits[i], bin, first + i);
+      if (taken >> i & 1u) *to++ = entry_of(bits[i], first + i);
     }
     listed += total;
     UNROLL
@@ -260,6 +246,10 @@ DEVICE uint32_t list_entries(const step_topk_args& a, const float* scores, uint3
   return listed;
 }
 
+// How a row's entries are listed, and how many of them are selected. blocks: 0 in all blocks but the last of a row.
+struct listing {
+  uint32_t blocks, reach, count;
+};
 // The entries of a row, those of one block after those of the other.
 struct listed {
   const uint64_t* entries;
@@ -304,27 +294,35 @@ DEVICE void count_digits(const uint64_t* held, uint32_t valid, uint64_t prefix, 
   if (run) lds_add(&histogram[run_digit], run);
 }
 
-// Writes the positions of those entries that are `lowest` or above, behind the `done` ones before them; returns how many there are now. k: never
-// more, whatever the histogram was.
-DEVICE uint32_t select_entries(const uint64_t* held, uint32_t valid, uint64_t lowest, uint32_t done, uint32_t k, int32_t* selected, uint32_t* lds) {
+// Writes an entry to its place: the position, or in a list key and position of the whole.
+DEVICE void put_entry(const step_topk_args& a, uint64_t place, uint64_t entry) {
+  uint32_t row = position_of(entry);
+  if (a.sides == 1) ((int32_t*)a.selected)[place] = (int32_t)row;
+  else ((uint64_t*)a.best)[place] = merge::entry_of((uint32_t)(entry >> POSITION_BITS), share::position_of(row, a.extent_rows, a.side, a.sides));
+}
+
+// Writes those entries that are `lowest` or above, behind the `done` ones before them; returns how many there are now. Never more than k, whatever
+// the histogram was.
+DEVICE uint32_t select_entries(const step_topk_args& a, uint32_t row, const uint64_t* held, uint32_t valid, uint64_t lowest, uint32_t done,
+                               uint32_t* lds) {
   uint32_t chosen = 0, total;
   UNROLL
   for (uint32_t i = 0; i < HELD; i++) chosen |= (valid >> i & 1u) && held[i] >= lowest ? 1u << i : 0u;
   uint32_t rank = done + block_scan<THREADS>(bit_count(chosen), lds, &total);
   UNROLL
   for (uint32_t i = 0; i < HELD; i++) {
-    if ((chosen >> i & 1u) && rank < k) selected[rank++] = (int32_t)position_of(held[i]);
+    if ((chosen >> i & 1u) && rank < a.k) put_entry(a, (uint64_t)row * a.k + rank++, held[i]);
   }
   return done + total;
 }
 
 // Chooses the `limit.wanted` best of the bin's entries digit by digit, from the highest on, until all of the last digit are wanted; then writes the
 // selection, or with `drawn` nothing. held: the first entries of the work-item, as `valid` says; they are loaded where l.count is known.
-DEVICE void choose(const step_topk_args& a, const listed& l, const threshold& limit, uint64_t* held, uint32_t valid, int32_t* selected,
-                   uint32_t* histogram, uint32_t* lds) {
+DEVICE void choose(const step_topk_args& a, uint32_t row, const listed& l, const threshold& limit, uint64_t* held, uint32_t valid, uint32_t* histogram,
+                   uint32_t* lds) {
   SHARED(threshold, found, 1);
   uint32_t left = limit.wanted, above = RANK_BITS, done = 0, counts[BINS_EACH];
-  uint64_t prefix = 0, lowest = 0;
+  uint64_t prefix = limit.bin, lowest = prefix << RANK_BITS;
   bool open = left != limit.weight, loaded = l.count == 0;
   while (true) {
     uint32_t shift = above > DIGIT_BITS ? above - DIGIT_BITS : 0u;
@@ -341,7 +339,7 @@ DEVICE void choose(const step_topk_args& a, const listed& l, const threshold& li
         loaded = true;
       }
       if (open) count_digits(seen, there, prefix, above, shift, histogram);
-      else if (!a.drawn) done = select_entries(seen, there, lowest, done, a.k, selected, lds);
+      else if (!a.drawn) done = select_entries(a, row, seen, there, lowest, done, lds);
     }
     if (!open) return;
     block_sync();
@@ -350,7 +348,7 @@ DEVICE void choose(const step_topk_args& a, const listed& l, const threshold& li
     *mine = {{0, 0, 0, 0}};
     UNROLL
     for (uint32_t i = 0; i < BINS_EACH; i++) counts[i] = counted.w[i];
-    find_bin(counts, left, found, lds);
+    find_bin<THREADS>(counts, left, found, lds);
     prefix = prefix << (above - shift) | found[0].bin;
     lowest = prefix << shift;
     left = found[0].wanted;
@@ -359,12 +357,13 @@ DEVICE void choose(const step_topk_args& a, const listed& l, const threshold& li
   }
 }
 
-// What the last block of a row does; `blocks` blocks have listed entries. It loads the first `share` entries of every block while it does not know
+// What the last block of a row does; `blocks` blocks have listed entries, `count` are selected. It loads the first `share` entries of every block while it does not know
 // their number yet; if a block has more, all are loaded again by their place in the list.
-DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, uint32_t reach, const threshold& limit, uint32_t* lds) {
+DEVICE void finish_row(const step_topk_args& a, uint32_t row, const listing& from, const threshold& limit, uint32_t* lds) {
   SHARED(words16, histogram, BINS / 4);
   SHARED(uint32_t, starts, BLOCKS_MAX);
   SHARED(uint32_t, more, 1);
+  uint32_t blocks = from.blocks, reach = from.reach, count = from.count;
   uint32_t share = THREADS / blocks * HELD, t = thread_id(), source = t * HELD / share, at = t * HELD % share, valid = 0;
   const uint64_t* entries = (const uint64_t*)a.entries + (uint64_t)row * a.score_stride;
   const uint32_t* listed_by = (const uint32_t*)a.entry_counts + (uint64_t)row * a.count_stride;
@@ -377,11 +376,11 @@ DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, u
     held[i + 1] = (uint64_t)pair.w[3] << 32 | pair.w[2];
   }
   uint32_t mine = t < blocks ? listed_by[t] : 0u, there = source < blocks ? listed_by[source] : 0u;
-  int32_t *selected = (int32_t*)a.selected + (uint64_t)row * a.k, drawn[K_MAX / THREADS] = {};
+  int32_t drawn[K_MAX / THREADS] = {};
   if (a.drawn) {
-    const int32_t* from = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
+    const int32_t* draw = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
     UNROLL
-    for (uint32_t i = 0; i < K_MAX / THREADS; i++) drawn[i] = from[t + i * THREADS < a.k ? t + i * THREADS : 0u];
+    for (uint32_t i = 0; i < K_MAX / THREADS; i++) drawn[i] = draw[t + i * THREADS < a.k ? t + i * THREADS : 0u];
   }
   ((words16*)a.cleared)[(uint64_t)row * (BINS / 4) + t] = {{0, 0, 0, 0}};
   histogram[t] = {{0, 0, 0, 0}};
@@ -398,14 +397,13 @@ DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, u
     }
     block_sync();
   }
-  choose(a, l, limit, held, valid, selected, (uint32_t*)histogram, lds);
-  uint32_t count = a.k;
+  choose(a, row, l, limit, held, valid, (uint32_t*)histogram, lds);
   if (a.drawn) {
     uint32_t some = 0;
     UNROLL
     for (uint32_t i = 0; i < K_MAX / THREADS; i++) {
       if (t + i * THREADS >= a.k) break;
-      selected[t + i * THREADS] = drawn[i];
+      ((int32_t*)a.selected)[(uint64_t)row * a.k + t + i * THREADS] = drawn[i];
       some += drawn[i] >= 0 ? 1u : 0u;
     }
     block_scan<THREADS>(some, lds, &count);
@@ -413,16 +411,16 @@ DEVICE void finish_row(const step_topk_args& a, uint32_t row, uint32_t blocks, u
   if (t == 0) ((int32_t*)a.counts)[row] = (int32_t)count;
 }
 
-// The first position + 1 positions, all there are.
+// The first position + 1 positions, all there are; on a side an empty list.
 DEVICE void select_all(const step_topk_args& a, uint32_t row, int32_t position) {
+  if (a.sides != 1) {
+    if (thread_id() == 0) ((int32_t*)a.counts)[row] = 0;
+    return;
+  }
   for (uint32_t i = thread_id(); i < a.k; i += THREADS) ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = (int32_t)i <= position ? (int32_t)i : -1;
   if (thread_id() == 0) ((int32_t*)a.counts)[row] = position + 1;
 }
 
-// How a row's entries are listed. blocks: 0 in all blocks but the last of a row.
-struct listing {
-  uint32_t blocks, reach;
-};
 // What every block of a row does, with N positions a work-item and span. The first blocks load histogram and scores before they know the row's
 // position.
 template <uint32_t N> DEVICE listing list_row(const step_topk_args& a, uint32_t row, threshold* limit, uint32_t* lds) {
@@ -437,23 +435,24 @@ template <uint32_t N> DEVICE listing list_row(const step_topk_args& a, uint32_t 
     load_scores<N>(a, scores, block_x() * SPAN + t * N, bits);
   }
   block_sync();  // else the loads move behind the wait for the position
-  uint32_t n = (uint32_t)position + 1u, spans = (n + SPAN - 1u) / SPAN;
+  uint32_t n = share::rows_of((uint32_t)(position + 1), a.extent_rows, a.side, a.sides), spans = (n + SPAN - 1u) / SPAN;
   uint32_t reach = one_span ? SPAN : (spans + a.blocks - 1u) / a.blocks * SPAN;
-  if (position < (int32_t)a.k) {
+  if (position < (int32_t)a.k || n == 0) {
     if (block_x() == 0) select_all(a, row, position);
-    return {0, 0};
+    return {0, 0, 0};
   }
-  if (block_x() * reach >= n) return {0, 0};
+  if (block_x() * reach >= n) return {0, 0, 0};
   uint32_t begin = block_x() * reach, stop = begin + reach < n ? begin + reach : n, blocks = (n + reach - 1u) / reach;
   if (!eager) {
     load_bins(histogram, counts);
     load_scores<N>(a, scores, begin + t * N, bits);
   }
-  find_bin(counts, a.k, limit, lds);
+  uint32_t wanted = n < a.k ? n : a.k;
+  find_bin<THREADS>(counts, wanted, limit, lds);
   uint64_t* entries = (uint64_t*)a.entries + (uint64_t)row * a.score_stride;
   uint32_t count = list_entries<N>(a, scores, begin, stop, limit[0].bin, bits, entries, lds);
   if (t == 0) ((uint32_t*)a.entry_counts)[(uint64_t)row * a.count_stride + block_x()] = count;
-  return {arrives_last((uint32_t*)a.arrivals + row, blocks) ? blocks : 0u, reach};
+  return {arrives_last((uint32_t*)a.arrivals + row, blocks) ? blocks : 0u, reach, wanted};
 }
 
 DEVICE void select_row(const step_topk_args& a, uint32_t row) {
@@ -461,7 +460,7 @@ DEVICE void select_row(const step_topk_args& a, uint32_t row) {
   SHARED(threshold, limit, 1);
   bool few = (uint64_t)a.blocks * THREADS * EACH >= a.score_stride;
   listing l = few ? list_row<EACH>(a, row, limit, lds) : list_row<EACH_LONG>(a, row, limit, lds);
-  if (l.blocks) finish_row(a, row, l.blocks, l.reach, limit[0], lds);
+  if (l.blocks) finish_row(a, row, l, limit[0], lds);
 }
 
 }  // namespace step_select

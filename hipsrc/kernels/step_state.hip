@@ -6,6 +6,7 @@ namespace step_state {
 
 constexpr uint32_t THREADS = 256;
 constexpr uint32_t COLS = 1024;  // embedding columns a block
+constexpr uint32_t HEAD_WORDS = 3;  // of a record: step number, row error, exchange error
 
 template <class T, class W> DEVICE void begin(const step_begin_args& a) {
   uint32_t r = block_x();
@@ -54,6 +55,7 @@ KERNEL(step_end, step_end_args, 256) {
     if (t == 0) {
       record[0] = step;
       record[1] = *(const uint32_t*)a.error;
+      record[2] = a.link_error ? *(const uint32_t*)a.link_error : 0u;  // it stays: exchanges after it do not wait
       *(uint32_t*)a.error = 0;  // it is of this step alone
     }
     for (uint32_t i = t; i < a.rows * row_words; i += step_state::THREADS) {
@@ -62,7 +64,7 @@ KERNEL(step_end, step_end_args, 256) {
       else if (word == 1) value = ((const uint32_t*)a.logprobs)[r];
       else if (word < 2u + a.tops) value = ((const uint32_t*)a.top_ids)[r * a.tops + word - 2u];
       else value = ((const uint32_t*)a.top_logprobs)[r * a.tops + word - 2u - a.tops];
-      record[2u + i] = value;
+      record[step_state::HEAD_WORDS + i] = value;
     }
     for (uint32_t r = t; r < a.rows; r += step_state::THREADS) {
       int32_t p = ((int32_t*)a.positions)[r];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +14,26 @@ from glm53.mem.extents import ExtentShape
 from glm53.ops import attention, experts, hotcache, sampling, selection
 from glm53.ops.contract import ContractError
 from glm53.ops.matrix import Matrix
-from glm53.spec import DType, Offsets, RowFormat, WeightFormat
+from glm53.spec import WHOLE, DType, Offsets, RowFormat, Shard, WeightFormat
 
 F32, BF16, I32, U8, U64 = DType.F32, DType.BF16, DType.I32, DType.U8, DType.U64
 Make = Callable[..., Array]
 
 
-def score(make: Make, heads: int = 4, dim: int = 8, context: int = 64, plane: int = 0, row_bytes: int = 32, gate_heads: int | None = None) -> None:
+def score(
+    make: Make,
+    heads: int = 4,
+    dim: int = 8,
+    context: int = 64,
+    plane: int = 0,
+    row_bytes: int = 32,
+    gate_heads: int | None = None,
+    share: Shard = WHOLE,
+) -> None:
     query, gate = make(F32, 2, heads, dim), make(F32, 2, gate_heads or heads)
     positions, shape = make(I32, 2), ExtentShape(64, 2, row_bytes)
-    selection.index_score(
-        query.device.default_stream, query, gate, make(U64, 1, 1), make(I32, 2), positions, make(F32, 2, 70), shape, plane=plane, context=context
-    )
+    stream, tables, sessions, scores = query.device.default_stream, make(U64, 1, 1), make(I32, 2), make(F32, 2, 70)
+    selection.index_score(stream, query, gate, tables, sessions, positions, scores, shape, plane=plane, context=context, share=share)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +46,12 @@ def score(make: Make, heads: int = 4, dim: int = 8, context: int = 64, plane: in
         ({"plane": 2}, "plane is 2"),
         ({"context": 71}, "context is 71"),
         ({"context": 65}, "needs 2 extents"),
+        ({"context": 199, "share": Shard(1, 2)}, "context is 199 with 71 keys, expected at least 1 and at most columns=70"),
+        ({"context": 130, "share": Shard(0, 2)}, "context 130 needs 2 extents"),
         ({"gate_heads": 5}, "gate dim 1 is 5, expected heads=4"),
     ],
 )
-def test_index_score(make: Make, change: dict[str, int], text: str) -> None:
+def test_index_score(make: Make, change: dict[str, Any], text: str) -> None:
     with pytest.raises(ContractError, match=text):
         score(make, **change)
 

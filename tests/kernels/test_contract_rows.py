@@ -44,6 +44,18 @@ def test_store_rows(make: Make, change: dict[str, Any], text: str) -> None:
         store(make, **change)
 
 
+def test_place_rows(make: Make) -> None:
+    refs = make(U64, 2)
+    stream = refs.device.default_stream
+    wrong = [("rows is i32", make(I32, 2, 16)), ("rows have 24 bytes", make(U8, 2, 24)), ("refs dim 0 is 2, expected rows=3", make(U8, 3, 16))]
+    for text, packed in wrong:
+        with pytest.raises(ContractError, match=text):
+            rows.place_rows(stream, packed, refs, offsets=(0, 0, 0, 0))
+    with pytest.raises(ContractError, match="multiples of 16"):
+        rows.place_rows(stream, make(U8, 2, 16), refs, offsets=(4, 0, 0, 0))
+    assert rows.cost_place_rows(3, 656).bytes == 3 * (2 * 656 + 8)
+
+
 def fetch(make: Make, starts: int = 2, entries: int = 32, with_staging: bool = True, **change: Any) -> None:
     given: dict[str, Any] = {
         "planes": range(2, 4),

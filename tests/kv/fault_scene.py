@@ -148,7 +148,7 @@ class Scene:
     def quiet(self) -> tuple[dict[str, int], int]:
         """Live objects of the runtime once nothing is under way, and extents in use."""
         self.tier.settle(self.bystander.slot)
-        for stream in (self.engine._stream, self.tier.copy_stream, self.tier.side_stream):
+        for stream in (self.engine.stage.first.stream, self.tier.copy_stream, self.tier.side_stream):
             stream.synchronize()
         return live(), self.tier.pool.used
 

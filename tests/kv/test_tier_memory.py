@@ -14,9 +14,10 @@ import pytest
 
 from glm53.errors import DeviceMemoryError, HipError
 from glm53.hip import Device, runtime
-from glm53.kv import HostTier, HostTierConfig, RowLayout, RowStore
+from glm53.kv import HostTier, HostTierConfig, RowLayout
 from glm53.kv import slabs as slabs_module
 from glm53.kv.slabs import Slab, SlabAhead, free_slabs, make_slabs
+from glm53.kv.store import RowStore
 from glm53.mem.extents import ExtentShape
 from glm53.mem.ledger import HOST, Ledger
 from glm53.spec import RowFormat

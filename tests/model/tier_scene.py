@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-import glm53.engine as engine_module
 from glm53 import Engine
 from glm53.hip import runtime
+from glm53.model import side as side_module
 
 VOCAB, TOPK, RING = 512, 64, 192
 Call = tuple[str, Any]  # ("prefill", ids) | ("step", ids) | ("truncate", rows) | ("settle", None)
@@ -45,12 +45,12 @@ def play(engine: Engine, calls: list[Call]) -> list[np.ndarray]:
     with engine.session() as session:
         for kind, value in calls:
             if kind == "settle":
-                engine.tier.settle(session.slot)
+                engine.stage.settle(session.slot)
             else:
                 result = getattr(session, kind)(value)
                 if result is not None:
                     found.append(result)
-            engine.tier.check()
+            engine.stage.check()
     return found
 
 
@@ -76,17 +76,17 @@ def open_host(path: Path, hot_rows: int, **changes: Any) -> Engine:
 @contextmanager
 def tier_config(**fixed: Any) -> Iterator[None]:
     """Engines opened inside have these fields of HostTierConfig, which no engine setting chooses."""
-    original = engine_module.HostTierConfig
+    original = side_module.HostTierConfig
 
     def make(**sizes: Any) -> Any:
         return original(**sizes | fixed)
 
     make.ring_rows_for = original.ring_rows_for  # type: ignore[attr-defined]
-    engine_module.HostTierConfig = make  # type: ignore[assignment, misc]
+    side_module.HostTierConfig = make  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        engine_module.HostTierConfig = original  # type: ignore[misc]
+        side_module.HostTierConfig = original  # type: ignore[misc]
 
 
 def compare(path: Path, hot_rows: int, calls: list[Call], label: str, **changes: Any) -> None:
@@ -95,7 +95,15 @@ def compare(path: Path, hot_rows: int, calls: list[Call], label: str, **changes:
         expected = play(resident, calls)
     with open_host(path, hot_rows, **changes) as host:
         assert_same_bits(expected, play(host, calls), label)
-        assert host.tier.pool.free == host.tier.pool.capacity, f"{label}: extents are kept"
+        assert_all_given_back(host, label)
+
+
+def assert_all_given_back(engine: Engine, label: str) -> None:
+    """No session is open, and no side of the engine keeps extents of one."""
+    for side in engine.stage.sides:
+        for store in (side.tier, side.keys):
+            store.check()
+            assert store.pool.free == store.pool.capacity, f"{label}: device {side.device.index} keeps extents"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ namespace glm53_cpu {
 namespace {
 
 constexpr uint64_t ranges_most = 1 << 16;        // seeded mode: a larger grid runs in this many shuffled ranges
+constexpr uint64_t waiting_part_bytes = 1 << 20;
 constexpr uint64_t fingerprint_bytes = 4096;     // looked at from each pointer argument
 
 int hook_give_way(void*) { return Strands::give_way(); }
@@ -23,6 +24,14 @@ std::string hex(uint64_t value) {
 }
 
 }  // namespace
+
+uint64_t Launch::waiting_blocks() const {
+  if (kernel->flags & GLM53_KERNEL_SPINS) return blocks();
+  if (!(kernel->flags & GLM53_KERNEL_SPINS_FIRST)) return 0;
+  uint32_t count = 0;
+  memcpy(&count, reinterpret_cast<const uint8_t*>(args.data()) + (kernel->flags >> 16), sizeof count);
+  return std::min<uint64_t>(count, blocks());
+}
 
 uint64_t Launch::pointer(uint32_t index) const {
   uint64_t value = 0;
@@ -72,20 +81,14 @@ bool KernelOp::begin(Step& step) {
                   std::to_string(device->index) + " may not touch " + hex(address) + ": " + memory_.explain(device->index, address, 1));
     return false;
   }
-  uint64_t blocks = launch_->blocks();
-  if (kernel.flags & GLM53_KERNEL_SPINS) {
-    view_ = std::make_unique<View>();
-    for (uint32_t i = 0; i < kernel.pointer_count; i++) {
-      Place place = memory_.find(launch_->pointer(i));
-      if (place.known() && !place.block->coherent) view_->add(place.block->alias, place.block->bytes);
-    }
-    strands_ = std::make_unique<Strands>(
-        blocks, [this](uint64_t block, std::string* message) { return run_blocks(block, block + 1, false, message); });
-  } else if (step.random) {
-    uint64_t count = std::min(blocks, ranges_most);
+  waiting_ = launch_->waiting_blocks();
+  uint64_t plain = launch_->blocks() - waiting_;
+  if (!plain) wait_for_others();
+  else if (step.random) {
+    uint64_t count = std::min(plain, ranges_most);
     for (uint64_t i = 0; i < count; i++) {
       // Products stay below 2^64 in 128 bits only: blocks may be near 2^60.
-      auto cut = [&](uint64_t at) { return static_cast<uint64_t>(static_cast<unsigned __int128>(blocks) * at / count); };
+      auto cut = [&](uint64_t at) { return waiting_ + static_cast<uint64_t>(static_cast<unsigned __int128>(plain) * at / count); };
       ranges_.emplace_back(cut(i), cut(i + 1));
     }
     for (uint64_t i = count; i > 1; i--) std::swap(ranges_[i - 1], ranges_[step.random->below(i)]);
@@ -93,18 +96,36 @@ bool KernelOp::begin(Step& step) {
   return true;
 }
 
+// From here on the blocks run that may wait.
+void KernelOp::wait_for_others() {
+  const glm53_host_kernel& kernel = *launch_->kernel;
+  bool all = kernel.flags & GLM53_KERNEL_SPINS;
+  view_ = std::make_unique<View>();
+  for (uint32_t i = 0; i < kernel.pointer_count; i++) {
+    Place place = memory_.find(launch_->pointer(i));
+    // Where the first blocks alone wait, large memory is that of the others: weights.
+    if (place.known() && !place.block->coherent && (all || place.block->bytes <= waiting_part_bytes)) view_->add(place.block->alias, place.block->bytes);
+  }
+  strands_ =
+      std::make_unique<Strands>(waiting_, [this](uint64_t block, std::string* message) { return run_blocks(block, block + 1, false, message); });
+}
+
 bool KernelOp::advance(Step& step) {
   if (!begun_ && !begin(step)) return true;
-  return strands_ ? advance_spinning(step) : advance_plain(step);
+  if (strands_) return advance_spinning(step);
+  if (!advance_plain(step)) return false;
+  if (!waiting_ || step.error != hipSuccess) return true;
+  wait_for_others();
+  return false;
 }
 
 bool KernelOp::advance_plain(Step& step) {
   std::string message;
   if (!step.random) {
     bool fast = launch_->kernel->fast && !step.fibers;
-    bool good = pool_.run(launch_->blocks(), [&](uint64_t first, uint64_t last) {
+    bool good = pool_.run(launch_->blocks() - waiting_, [&](uint64_t first, uint64_t last) {
       std::string text;
-      if (run_blocks(first, last, fast, &text) == 0) return true;
+      if (run_blocks(waiting_ + first, waiting_ + last, fast, &text) == 0) return true;
       std::lock_guard<std::mutex> lock(message_mutex_);
       if (message.empty()) message = text;
       return false;

@@ -19,6 +19,7 @@ struct Launch {
   glm53_dim3 grid = {0, 0, 0};
   std::vector<std::max_align_t> args;
   uint64_t blocks() const { return static_cast<uint64_t>(grid.x) * grid.y * grid.z; }
+  uint64_t waiting_blocks() const;  // the first so many may wait for others
   uint64_t pointer(uint32_t index) const;
 };
 
@@ -37,7 +38,8 @@ class KernelOp : public Op {
 
  private:
   bool begin(Step& step);
-  bool advance_plain(Step& step);
+  void wait_for_others();
+  bool advance_plain(Step& step);  // all blocks but those
   bool advance_spinning(Step& step);
   bool end(Step& step);
   void report(Step& step, const std::string& message);
@@ -46,6 +48,7 @@ class KernelOp : public Op {
   Pool& pool_;
   std::shared_ptr<const Launch> launch_;
   bool begun_ = false;
+  uint64_t waiting_ = 0;
   bool spinning_ = false;
   size_t fair_turn_ = 0;  // unseeded: strands in turn
   std::atomic<bool> forbidden_{false};

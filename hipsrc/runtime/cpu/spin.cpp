@@ -3,11 +3,55 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <thread>
 
 namespace glm53_cpu {
 namespace {
+
 thread_local void* this_strand = nullptr;
-}
+
+// Threads that outlive a kernel: the fibers that a thread has set up cost more than most kernels that wait. Never destroyed, as State is not.
+class Threads {
+ public:
+  static Threads& all() {
+    static Threads* threads = new Threads;
+    return *threads;
+  }
+  void run(std::function<void()> job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.push_back(std::move(job));
+    if (idle_ >= jobs_.size()) arrived_.notify_one();
+    else std::thread(&Threads::work, this).detach();
+  }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      while (jobs_.empty()) {
+        if (idle_ >= kept_most) return;
+        idle_++;
+        arrived_.wait(lock);
+        idle_--;
+      }
+      std::function<void()> job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      job();
+      job = nullptr;
+      lock.lock();
+    }
+  }
+
+  static constexpr size_t kept_most = 16;  // the stacks of a block of 1,024 are 2,048 of the 65,530 mappings that a process may have
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<std::function<void()>> jobs_;
+  size_t idle_ = 0;
+};
+
+}  // namespace
 
 Strands::Strands(uint64_t blocks, Body body) : blocks_(blocks), body_(std::move(body)) {
   uint64_t count = std::min(blocks, resident_blocks);
@@ -15,16 +59,15 @@ Strands::Strands(uint64_t blocks, Body body) : blocks_(blocks), body_(std::move(
     strands_.push_back(std::make_unique<Strand>());
     strands_.back()->owner = this;
   }
-  for (auto& strand : strands_) strand->thread = std::thread(&Strands::serve, this, strand.get());
+  serving_ = strands_.size();
+  for (auto& strand : strands_) Threads::all().run([this, strand = strand.get()] { serve(strand); });
 }
 
 Strands::~Strands() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    giving_up_ = true;
-    for (auto& strand : strands_) strand->wake.notify_one();
-  }
-  for (auto& strand : strands_) strand->thread.join();
+  std::unique_lock<std::mutex> lock(mutex_);
+  giving_up_ = true;
+  for (auto& strand : strands_) strand->wake.notify_one();
+  parked_.wait(lock, [&] { return serving_ == 0; });
 }
 
 void Strands::serve(Strand* strand) {
@@ -45,7 +88,9 @@ void Strands::serve(Strand* strand) {
   strand->finished = true;
   strand->running = false;
   strand->gave_way = false;
-  parked_.notify_one();
+  this_strand = nullptr;
+  serving_--;
+  parked_.notify_one();  // under the lock: ~Strands may end this object as soon as it is released
 }
 
 int Strands::give_way() {

@@ -7,12 +7,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace glm53_cpu {
 
-// The blocks of one spinning kernel, on up to `resident_blocks` threads of which at most one runs, and only inside resume().
+// The blocks of one spinning kernel, on up to `resident_blocks` threads of which at most one runs, and only inside resume(). Threads are kept for the next.
 class Strands {
  public:
   using Body = std::function<int(uint64_t block, std::string* message)>;  // runs one block; not 0: failed
@@ -34,12 +33,12 @@ class Strands {
     bool finished = false;
     bool gave_way = false;
     std::condition_variable wake;
-    std::thread thread;
   };
   void serve(Strand* strand);
 
   uint64_t blocks_;
   uint64_t next_block_ = 0;
+  size_t serving_ = 0;  // strands whose thread is inside serve()
   Body body_;
   bool giving_up_ = false;
   bool failed_ = false;

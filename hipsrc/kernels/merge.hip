@@ -1,0 +1,271 @@
+// merge.hip - the selection of a pair of devices from the local lists of both sides (merge.h, docs/decisions/0006-pair.md), the same on both.
+//   merge_lists      both lists in memory of this device
+//   exchange_lists   posts this side's lists into the other's mailbox, receives the other's, merges
+// selected[r]: the k best of both lists, positions ascending; a row with positions[r] < k is the identity. One block a row, k <= 2048.
+// Method: the bits in which any two entries differ start the digits of a radix selection, 12 bits each, over entries in registers, until all of the
+// last digit are wanted; a chosen entry's place is its rank in its own list and, by binary search, in the other. Integers decide: exact.
+// Words of a row in a mailbox: keys [k], ~positions [k], count; those past the count are neither posted nor waited for. A row without lists exchanges
+// its count, so that neither side is ever more than one exchange ahead.
+// A word that does not come within the budget raises error[0] (mailbox.h); the row then selects nothing, unless it is the identity.
+#include "portable.h"
+#include "mailbox.h"
+#include "merge.h"
+#include "scan.h"
+
+namespace merge {
+
+constexpr uint32_t THREADS = 1024;
+constexpr uint32_t EACH = 2;  // neighbours of a list that a work-item holds
+constexpr uint32_t K_MAX = EACH * THREADS;
+constexpr uint32_t DIGIT_BITS = 12, BINS = 1u << DIGIT_BITS;
+constexpr uint32_t WAVES = THREADS / 32;
+static_assert(BINS == BINS_EACH * THREADS && BINS_EACH == 4, "the bins of a work-item are 16 bytes");
+static_assert(WAVES == 32, "32 lanes see the result of every 32");
+
+// What a work-item holds of both lists, 0: none: entries 2 t and 2 t + 1 of this side's, then of the other's.
+struct held_entries {
+  uint64_t e[2 * EACH];
+  uint32_t counts[2];  // of the lists, in every work-item
+};
+
+// One more than the highest bit that is set; 0: none.
+DEVICE uint32_t bit_length(uint64_t v) {
+  uint32_t high = (uint32_t)(v >> 32), word = high ? high : (uint32_t)v;
+  UNROLL
+  for (uint32_t i = 1; i < 32; i *= 2) word |= word >> i;
+  return bit_count(word) + (high ? 32u : 0u);
+}
+
+// Entries of one list that the work-item holds. Loads do not wait for the count.
+DEVICE void load_list(const void* list, uint32_t row, uint32_t k, uint64_t* e) {
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) {
+    uint32_t at = EACH * thread_id() + i;
+    e[i] = ((const uint64_t*)list)[(uint64_t)row * k + (at < k ? at : 0u)];
+  }
+}
+DEVICE void drop_past(uint32_t count, uint64_t* e) {
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) e[i] = EACH * thread_id() + i < count ? e[i] : 0u;
+}
+
+// The lowest entry of the k best; more than k entries are held. `known`: any of them.
+DEVICE uint64_t lowest_of(const held_entries& held, uint64_t known, uint32_t k, words16* histogram, uint32_t* lds) {
+  SHARED(uint64_t, differing, WAVES);
+  SHARED(threshold, found, 1);
+  uint32_t t = thread_id(), counts[BINS_EACH];
+  uint64_t bits = 0;
+  UNROLL
+  for (uint32_t i = 0; i < 2 * EACH; i++) {
+    uint64_t differs = held.e[i] ? held.e[i] ^ known : 0u;
+    bits = differs > bits ? differs : bits;
+  }
+  bits = wave32_max(bits);
+  if (t % 32 == 0) differing[t / 32] = bits;
+  block_sync();
+  uint32_t above = bit_length(wave32_max(differing[t % 32])), left = k;
+  bool first = true, open = true;
+  while (open) {
+    uint32_t shift = above > DIGIT_BITS ? above - DIGIT_BITS : 0u;
+    UNROLL
+    for (uint32_t i = 0; i < 2 * EACH; i++) {
+      bool counted = held.e[i] != 0 && (first || held.e[i] >> above == known >> above);
+      if (counted) lds_add((uint32_t*)histogram + ((uint32_t)(held.e[i] >> shift) & (BINS - 1u)), 1u);
+    }
+    block_sync();
+    words16* mine = histogram + (THREADS - 1u - t);
+    words16 counted = *mine;
+    *mine = {{0, 0, 0, 0}};
+    UNROLL
+    for (uint32_t i = 0; i < BINS_EACH; i++) counts[i] = counted.w[i];
+    find_bin<THREADS>(counts, left, found, lds);
+    known = ((known >> shift & ~(uint64_t)(BINS - 1u)) | found[0].bin) << shift;
+    left = found[0].wanted;
+    open = left != found[0].weight && shift;
+    above = shift;
+    first = false;
+  }
+  return known;
+}
+
+// The place of a position among `count` ascending ones of the other list.
+DEVICE uint32_t rank_among(const uint32_t* positions, uint32_t count, uint32_t position) {
+  uint32_t rank = 0;
+  UNROLL
+  for (uint32_t step = K_MAX; step; step /= 2) {
+    if (rank + step <= count && positions[rank + step - 1u] < position) rank += step;
+  }
+  return rank;
+}
+
+// Calls put(place, position) for the selected entries, places in order of position; returns how many they are.
+template <class Put> DEVICE uint32_t place_chosen(const held_entries& held, uint64_t lowest, uint32_t* lds, const Put& put) {
+  SHARED(uint32_t, positions, 2 * K_MAX);
+  constexpr uint32_t OTHER = 16;  // both lists are counted at once: this side's in the low half
+  uint32_t chosen = 0, total, ranks[2];
+  UNROLL
+  for (uint32_t i = 0; i < 2 * EACH; i++) chosen |= held.e[i] >= lowest ? 1u << i : 0u;
+  uint32_t low = bit_count(chosen & 3u), high = bit_count(chosen >> EACH);
+  uint32_t before = block_scan<THREADS>(low | high << OTHER, lds, &total);
+  uint32_t firsts[2] = {before & 0xffffu, before >> OTHER}, totals[2] = {total & 0xffffu, total >> OTHER};
+  UNROLL
+  for (uint32_t side = 0; side < 2; side++) {
+    ranks[side] = firsts[side];
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      if (chosen >> (side * EACH + i) & 1u) positions[side * K_MAX + ranks[side]++] = position_of(held.e[side * EACH + i]);
+    }
+  }
+  block_sync();
+  UNROLL
+  for (uint32_t side = 0; side < 2; side++) {
+    uint32_t rank = firsts[side];
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      uint32_t position = position_of(held.e[side * EACH + i]);
+      if (chosen >> (side * EACH + i) & 1u) put(rank++ + rank_among(positions + (1u - side) * K_MAX, totals[1u - side], position), position);
+    }
+  }
+  return totals[0] + totals[1];
+}
+
+// The first position + 1 positions, or none.
+DEVICE void write_identity(const merge_args& a, uint32_t row, int32_t position) {
+  for (uint32_t i = thread_id(); i < a.k; i += THREADS) ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = (int32_t)i <= position ? (int32_t)i : -1;
+  if (thread_id() == 0) ((int32_t*)a.selected_counts)[row] = position < 0 ? 0 : position + 1;
+}
+
+// The drawn selection; returns its count.
+DEVICE uint32_t write_drawn(const merge_args& a, uint32_t row, uint32_t* lds) {
+  const int32_t* draw = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
+  uint32_t some = 0, count;
+  for (uint32_t i = thread_id(); i < a.k; i += THREADS) {
+    int32_t position = draw[i];
+    ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = position;
+    some += position >= 0 ? 1u : 0u;
+  }
+  block_scan<THREADS>(some, lds, &count);
+  return count;
+}
+
+// A row with scores from what is held. known: an entry of this side's list, if it has any. histogram: zeros.
+DEVICE void merge_row(const merge_args& a, uint32_t row, const held_entries& held, uint64_t known, words16* histogram) {
+  SHARED(uint32_t, lds, BLOCK_SCAN);
+  int32_t* selected = (int32_t*)a.selected + (uint64_t)row * a.k;
+  uint64_t lowest = 1;  // all there are; they exceed k only if both sides have some
+  if (held.counts[0] + held.counts[1] > a.k) lowest = lowest_of(held, known, a.k, histogram, lds);
+  bool drawn = a.drawn != nullptr;
+  uint32_t count = place_chosen(held, lowest, lds, [&](uint32_t place, uint32_t position) {
+    if (!drawn && place < a.k) selected[place] = (int32_t)position;
+  });
+  if (drawn) {
+    count = write_drawn(a, row, lds);
+  } else {
+    for (uint32_t i = count + thread_id(); i < a.k; i += THREADS) selected[i] = -1;
+  }
+  if (thread_id() == 0) ((int32_t*)a.selected_counts)[row] = (int32_t)count;
+}
+
+DEVICE uint32_t count_of(const void* counts, uint32_t row, uint32_t k) {
+  uint32_t count = (uint32_t)((const int32_t*)counts)[row];
+  return count < k ? count : k;
+}
+
+DEVICE void merge_lists(const merge_args& a, uint32_t row) {
+  SHARED(words16, histogram, THREADS);
+  int32_t position = ((const int32_t*)a.positions)[row];
+  if (position < (int32_t)a.k) {
+    write_identity(a, row, position);
+    return;
+  }
+  held_entries held;
+  load_list(a.entries, row, a.k, held.e);
+  load_list(a.other_entries, row, a.k, held.e + EACH);
+  held.counts[0] = count_of(a.counts, row, a.k);
+  held.counts[1] = count_of(a.other_counts, row, a.k);
+  UNROLL
+  for (uint32_t side = 0; side < 2; side++) drop_past(held.counts[side], held.e + side * EACH);
+  histogram[thread_id()] = {{0, 0, 0, 0}};
+  merge_row(a, row, held, ((const uint64_t*)a.entries)[(uint64_t)row * a.k], histogram);
+}
+
+// This side's list as words of its row, those of neighbours side by side.
+DEVICE void post_list(const merge_args& a, uint32_t row, uint32_t count, uint64_t* words, uint32_t number) {
+  uint64_t e[EACH];
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) {
+    uint32_t at = i * THREADS + thread_id();
+    e[i] = ((const uint64_t*)a.entries)[(uint64_t)row * a.k + (at < a.k ? at : 0u)];
+  }
+  if (thread_id() == 0) mailbox::post(words + 2u * a.k, number, count);
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) {
+    uint32_t at = i * THREADS + thread_id();
+    if (at < count) mailbox::post(words + at, number, (uint32_t)(e[i] >> 32));
+  }
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) {
+    uint32_t at = i * THREADS + thread_id();
+    if (at < count) mailbox::post(words + a.k + at, number, (uint32_t)e[i]);
+  }
+}
+
+// The work-item's entries of the other side's list, and its count; false, with the error raised, if a word did not come. All words are asked for at
+// once. Patience is asked for after the first poll: a work-item that comes later than one that gave up does not wait.
+DEVICE bool receive_list(const exchange_lists_args& a, const uint64_t* words, uint32_t number, uint64_t* e, uint32_t* count) {
+  uint32_t k = a.lists.k;
+  uint64_t polls = 0, most = 1;
+  for (;;) {
+    uint64_t top = load_word_system(words + 2u * k), high[EACH], low[EACH];
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      uint32_t at = EACH * thread_id() + i;
+      high[i] = load_word_system(words + (at < k ? at : 0u));
+      low[i] = load_word_system(words + k + (at < k ? at : 0u));
+    }
+    bool came = (uint32_t)(top >> 32) == number;
+    *count = (uint32_t)top < k ? (uint32_t)top : k;
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+      bool there = EACH * thread_id() + i < *count;
+      if (there && ((uint32_t)(high[i] >> 32) != number || (uint32_t)(low[i] >> 32) != number)) came = false;
+      e[i] = there ? high[i] << 32 | (uint32_t)low[i] : 0u;
+    }
+    if (came) return true;
+    if (polls == 0) most = mailbox::patience(a.error, a.budget);
+    if (++polls >= most) break;
+    if (polls > QUICK_POLLS) give_way();
+  }
+  global_max((uint32_t*)a.error, number ? number : 1u);
+  return false;
+}
+
+DEVICE void exchange_row(const exchange_lists_args& a, uint32_t row) {
+  SHARED(words16, histogram, THREADS);
+  SHARED(uint32_t, missing, 1);
+  const merge_args& lists = a.lists;
+  uint32_t number = mailbox::number_of(a.counter, a.per_step, a.index), k = lists.k;
+  uint64_t at = mailbox::set_of(number, a.capacity) + (uint64_t)row * (2u * k + 1u);
+  int32_t position = ((const int32_t*)lists.positions)[row];
+  held_entries held;
+  held.counts[0] = position < (int32_t)k ? 0u : count_of(lists.counts, row, k);
+  post_list(lists, row, held.counts[0], (uint64_t*)a.outbox + at, number);
+  load_list(lists.entries, row, k, held.e);
+  drop_past(held.counts[0], held.e);
+  histogram[thread_id()] = {{0, 0, 0, 0}};
+  if (thread_id() == 0) missing[0] = 0;
+  block_sync();  // all words of the block are on their way before any is waited for
+  if (!receive_list(a, (const uint64_t*)a.inbox + at, number, held.e + EACH, &held.counts[1])) missing[0] = 1;
+  block_sync();
+  if (position < (int32_t)k) write_identity(lists, row, position);
+  else if (missing[0]) write_identity(lists, row, -1);
+  else merge_row(lists, row, held, ((const uint64_t*)lists.entries)[(uint64_t)row * k], histogram);
+}
+
+}  // namespace merge
+
+// Grid: rows.
+// LAUNCH merge_lists block=1024 k_max=2048
+KERNEL(merge_lists, merge_args, 1024) { merge::merge_lists(a, block_x()); }
+// LAUNCH exchange_lists block=1024 k_max=2048
+SPIN_KERNEL(exchange_lists, exchange_lists_args, 1024) { merge::exchange_row(a, block_x()); }
