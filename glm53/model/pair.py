@@ -39,11 +39,6 @@ def numbered(walk: Iterable[Passed]) -> Iterator[tuple[int, Request]]:
             yield number, request
 
 
-def exchanges_per_step(spec: ModelSpec) -> int:
-    """Numbers of a step: two sums a layer, the selection of each full layer, the embedding and the logits."""
-    return 2 * spec.n_layers + len(spec.full_layers) + 2
-
-
 @dataclass(frozen=True)
 class PairSide:
     """What a side knows of its pair. error [1] u32 on its device: number of an exchange that got no answer, or 0."""
@@ -64,9 +59,9 @@ class PairSide:
         """How a layer's history rows pass from the owner to the peer in a step."""
         return self.pair.steps.mail(self.shard.index, counter, self.spec.n_layers, layer)
 
-    def enqueue(self, stream: Stream, request: Request, counter: Array, index: int) -> None:
-        """This side's half of an exchange, by a kernel."""
-        self.pair.steps.enqueue(self.shard.index, stream, request, counter, exchanges_per_step(self.spec), index)
+    def enqueue(self, stream: Stream, request: Request, counter: Array, per_step: int, index: int) -> None:
+        """This side's half of exchange `index`, from 1, of `per_step` in each step, by a kernel; counter [1] u32: steps done."""
+        self.pair.steps.enqueue(self.shard.index, stream, request, counter, per_step, index)
 
 
 class Pair:
@@ -96,8 +91,8 @@ class Pair:
     def side(self, index: int) -> PairSide:
         return PairSide(self, SIDES[index])
 
-    def meeting(self, ends: Sequence[tuple[Stream, Array]], compare: Callable[[int], None]) -> Callable[[Sequence[Passed]], None]:
-        """What joins the sides of one step; ends: stream and step counter of each; compare(rows): see `exchange_prompts`."""
+    def meeting(self, ends: Sequence[tuple[Stream, Array]], per_step: int, compare: Callable[[int], None]) -> Callable[[Sequence[Passed]], None]:
+        """What joins the sides of one step of `per_step` exchanges; ends: stream and step counter of each; compare(rows): see `exchange_prompts`."""
         streams, number = [stream for stream, _ in ends], 0
 
         def meet(requests: Sequence[Passed]) -> None:
@@ -109,7 +104,7 @@ class Pair:
                 self.steps.enqueue_both(streams, (low, high))
             elif not isinstance(low, Rows):
                 for index, request in enumerate((low, high)):
-                    self.side(index).enqueue(streams[index], request, ends[index][1], number)
+                    self.side(index).enqueue(streams[index], request, ends[index][1], per_step, number)
             if self.checks:
                 self._compare(streams, requests, compare)
 

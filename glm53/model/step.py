@@ -73,6 +73,8 @@ class StepForward:
         self.partials = step_attention.Partials.make(device, rows_max, spec.n_heads, spec.index_topk, spec.kv_lora_rank, category="workspace")
         self.selector = step_select.Selector.make(device, rows_max, keys.side_rows_max, spec.index_topk, category="workspace")
         self.logits = Array.empty(device, DType.F32, (rows_max, self.model.vocab_size), category="workspace")
+        # Of a step: two sums a layer, the selection of each full layer, the embedding and the logits. Numbers count on from step to step.
+        self.exchanges = 2 * len(weights.layers) + sum(layer.indexer is not None for layer in weights.layers) + 2
         self._graphs: dict[tuple[object, ...], Graph | None] = {}
 
     def _shapes(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
@@ -118,7 +120,7 @@ class StepForward:
             with self.stream.capture() as capture:
                 for index, request in numbered(self.walk(row_count, drawing)):
                     assert self.pair is not None
-                    self.pair.enqueue(self.stream, request, self.counter, index)
+                    self.pair.enqueue(self.stream, request, self.counter, self.exchanges, index)
             graph = capture.graph
         self._graphs[key] = graph
         return graph
