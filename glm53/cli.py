@@ -224,10 +224,13 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
             **{name: round(value, 3) for name, value in rates.items()},
             "runtime": engine.device.runtime.name,
             "device": engine.device.name,
+            "devices": list(engine.config.devices),
             "memory_bytes": engine.memory(),
+            "memory_bytes_by_place": engine.memory_by_place(),
             "kv_tier": engine.config.kv_tier,
             "kv_format": engine.tier.layout.row_format.value,
             "hot_cache": cache,
+            "hot_cache_by_device": engine.cache_counters_by_device(),
         }
         if params.logprobs is not None:
             out["logprobs"] = [{"token_id": t.token_id, "logprob": t.logprob, "top": t.top} for t in logprobs]
@@ -237,13 +240,14 @@ def report(engine: Engine, ids: list[int], params: SamplingParams, as_json: bool
     if show:
         click.echo(
             f"[{len(ids)} prompt tokens at {rates['prompt_tokens_per_s']:.1f}/s, {len(tokens)} new at {rates['decode_tokens_per_s']:.1f}/s, "
-            f"{reason}, seed {params.seed}; {engine.device.runtime.name}: {engine.device.name}]",
+            f"{reason}, seed {params.seed}; {engine.device.runtime.name}: {' and '.join(device.name for device in engine.devices)}]",
             err=True,
         )
         click.echo(f"[{history_line(engine, cache)}]", err=True)
         for note in engine.notes:
             click.echo(f"[{note}]", err=True)
-        click.echo("[memory: " + ", ".join(f"{name} {short_bytes(value)}" for name, value in engine.memory().items()) + "]", err=True)
+        for place, categories in engine.memory_by_place().items():
+            click.echo(f"[{place}: " + ", ".join(f"{name} {short_bytes(value)}" for name, value in categories.items() if value) + "]", err=True)
 
 
 def history_line(engine: Engine, cache: dict[str, int]) -> str:

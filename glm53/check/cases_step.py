@@ -290,7 +290,7 @@ def _mail(count: int, latent: int, rope: int, row_format: RowFormat, dtype: DTyp
             memory = bench.poison(DType.U8, (count, row_bytes))
             refs = (memory.address + np.arange(count, dtype=np.uint64)[:: -1 if receive else 1] * np.uint64(row_bytes)).astype(np.uint64)
             refs[skipped:][:1] = 0
-            mail = step.RowMail(box.address, box.shape[0], receive, counter, per_step, mail_index, mail_error, 1000)
+            mail = step.RowMail(box.address, box.shape[0], receive, counter, per_step, mail_index, mail_error, step.Patience(1000))
             mine = (None, None) if receive else (bench.put(row, dtype), row_norm)
             part = step.RowsPart(mine[0], mine[1], EPS, bench.put(refs), (0, 0, 0, 0), row_format, latent, row_error, mail=mail)
             y = bench.poison(dtype, (count, 19))

@@ -21,12 +21,11 @@ from glm53.ops import halves, merge
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
 from glm53.ops.merge import Lists
 from glm53.ops.pair_args import exchange_args, exchange_parts_args, join_parts_args
-from glm53.ops.step import RowMail
+from glm53.ops.step import Patience, RowMail
 from glm53.spec import DType
 
 POLLS = 10_000_000  # of one wait: about ten seconds of a device, where a poll is an access to uncached memory and a sleep of 0.1 us
 POLLS_CPU = 30_000  # on the cpu runtime, of all blocks of a kernel together: seconds, and less than what it takes for a deadlock
-_STRANDS = 16  # blocks that wait at once there
 _T = (DType.F32, DType.BF16)
 _CATEGORY = "mailboxes"
 
@@ -58,17 +57,6 @@ class Rows:
 
 
 Request = Sums | Parts | Lists | Rows
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Polls of one wait. `shared`: the blocks of a kernel take turns, as on the cpu runtime, and divide them."""
-
-    polls: int
-    shared: bool
-
-    def of(self, blocks: int) -> int:
-        return max(1, self.polls // min(blocks, _STRANDS)) if self.shared else self.polls
 
 
 class Exchange:
@@ -132,8 +120,7 @@ class Exchange:
         box = self._mail_in if side else self._mail_out
         if box is None:
             raise ValueError("Exchange.mail: mail_words is 0, expected the words of the packed rows of a step")
-        polls = self.patience.of(_STRANDS)
-        return RowMail(box.address, self.mail_words, bool(side), counter, per_step, index, self._errors[side], polls)
+        return RowMail(box.address, self.mail_words, bool(side), counter, per_step, index, self._errors[side], self.patience)
 
     def enqueue(self, side: int, stream: Stream, request: Request, counter: Array, per_step: int, index: int) -> None:
         """One side's kernel of exchange number counter * per_step + index, `fast` alone; Rows: none. The other side's must be enqueued as well.

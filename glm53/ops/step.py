@@ -29,6 +29,7 @@ LONG_K = 1024  # the constants of the LAUNCH lines in step.hip: products of this
 COLUMNS = {DType.F32: (16, 128), DType.BF16: (32, 256)}  # rows of weights a block; f32 also the router's
 TILE_ROWS = 8  # rows of bf16 x a block
 ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
+_STRANDS = 16  # blocks that wait at once on the cpu runtime: resident_blocks of its spin.h
 _VALUES_MAX = 1 << 32  # of a weight: kernels count them in 32 bits
 _PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER, _PART_PLACE = 1, 2, 3, 4, 5
 _ROW_FORMATS = {RowFormat.F32: WeightFormat.F32, RowFormat.BF16: WeightFormat.BF16, RowFormat.Q8G64: WeightFormat.Q8G64}
@@ -64,12 +65,23 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Patience:
+    """Polls of one wait. `shared`: the blocks of a kernel take turns, as on the cpu runtime, and divide them."""
+
+    polls: int
+    shared: bool = False
+
+    def of(self, blocks: int) -> int:
+        return max(1, self.polls // min(blocks, _STRANDS)) if self.shared else self.polls
+
+
+@dataclass(frozen=True)
 class RowMail:
     """Packed rows between the devices of a pair: words that part ROWS posts (the owner) or takes (`receive`, the peer). `ops.exchange.Exchange.mail`.
 
     box: address of [words_max] u64, for query row r from r * row_bytes / 4 on: the peer's uncached memory, or without in-kernel exchange the
     side's own; number of the mail: 2 * (counter * per_step + index) + 1, counter [1] u32 on the device of the part; error [1] u32: number of mail
-    that did not come within `budget` polls, or 0.
+    that did not come in time, or 0.
     """
 
     box: int
@@ -79,7 +91,7 @@ class RowMail:
     per_step: int
     index: int
     error: Array
-    budget: int
+    patience: Patience
 
 
 @dataclass(frozen=True)
@@ -425,7 +437,7 @@ def _bind_mail(d: Dims, args: step_gemv_args, mail: RowMail) -> None:
         p.inbox, args.waiting_blocks = mail.box, d["rows"]
     else:
         p.outbox = mail.box
-    p.mail_counter, p.mail_error, p.mail_budget = mail.counter.address, mail.error.address, mail.budget
+    p.mail_counter, p.mail_error, p.mail_budget = mail.counter.address, mail.error.address, mail.patience.of(d["rows"])
     p.mail_per_step, p.mail_index = mail.per_step, mail.index
 
 

@@ -2,8 +2,8 @@
 //   exchange_sums  y = T(residual + (p0 + p1)): the halves of a product; two values commute, so both sides get the same bits
 //   exchange_parts whole = the columns of side 0, then those of side 1
 //   join_parts     the same of parts that were copied
-// A work-item has words THREADS apart, FLIGHT of them under way at once. All words of a block are on their way before any is waited for: on the host a
-// work-item that waits holds up its block.
+// A work-item has words THREADS apart, FLIGHT of them under way at once. All words of a block are on their way before any is waited for: on the host
+// a work-item that waits holds up its block.
 #include "portable.h"
 #include "mailbox.h"
 

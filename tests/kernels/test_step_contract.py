@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -140,6 +141,34 @@ def test_parts_are_matched(device: Device, make: Make) -> None:
         step.gemv(stream, x, segments, part=row)
     with pytest.raises(ContractError, match="error is None"):
         step.gemv(stream, x, segments, part=row, **options)
+
+
+def test_mail_is_matched(device: Device, make: Make) -> None:
+    """A row of latent 128 and rope 6 has 36 words in q8g64."""
+    stream, x, y = device.default_stream, make(BF16, 2, 64), make(BF16, 2, 8)
+    segments, positions, inv_freq = [Segment(quantised(make, 8, 64), y)], make(DType.I32, 2), make(F32, 3)
+    row, row_norm, error = make(BF16, 2, 134), make(BF16, 128), make(DType.U32, 1)
+    mail = step.RowMail(make(DType.U64, 100).address, 100, False, make(DType.U32, 1), 4, 3, make(DType.U32, 1), step.Patience(1000))
+    take = replace(mail, receive=True)
+
+    def run(given: Array | None, norm: Array | None, mail: step.RowMail | None) -> None:
+        refs = make(DType.U64, 2)
+        part = step.RowsPart(given, norm, 1e-6, refs, (0, 0, 0, 0), RowFormat.Q8G64, 128, error, mail=mail)
+        step.gemv(stream, x, segments, part=part, positions=positions, inv_freq=inv_freq)
+
+    wrong: list[tuple[str, Array | None, Array | None, step.RowMail | None]] = [
+        ("row or row_norm is None, expected both", None, None, None),
+        ("row or row_norm is None, expected both", row, None, mail),
+        ("row or row_norm is given with mail to receive", row, row_norm, take),
+        ("mail has room for 71 words, expected 72 for 2 rows of 144 bytes", row, row_norm, replace(mail, words_max=71)),
+        ("mail has room for 71 words", None, None, replace(take, words_max=71)),
+        ("mail.index is 4, expected 0 to below per_step=4", row, row_norm, replace(mail, index=4)),
+        ("mail.counter dim 0 is 2, expected 1", row, row_norm, replace(mail, counter=make(DType.U32, 2))),
+        ("mail.error is i32", None, None, replace(take, error=make(DType.I32, 1))),
+    ]
+    for text, given, norm, refused in wrong:
+        with pytest.raises(ContractError, match=text):
+            run(given, norm, refused)
 
 
 def test_costs_count_weights_as_stored(make: Make) -> None:

@@ -11,7 +11,8 @@
 
 namespace glm53_cpu {
 
-// The blocks of one spinning kernel, on up to `resident_blocks` threads of which at most one runs, and only inside resume(). Threads are kept for the next.
+// The blocks of one spinning kernel, on up to `resident_blocks` threads of which at most one runs, and only inside resume(). Some threads are kept
+// for the next kernel.
 class Strands {
  public:
   using Body = std::function<int(uint64_t block, std::string* message)>;  // runs one block; not 0: failed
