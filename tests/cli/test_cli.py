@@ -77,7 +77,7 @@ def test_chat(tmp_path: Path) -> None:
         (["generate", "no-such-directory", "x"], 2, "no-such-directory"),
         (["generate", "docs", "x"], 2, "config.json"),
         (["generate", DEMO, "x", "--runtime", "rocm"], 3, "libamdhip64"),
-        (["generate", DEMO, "x", "--device-index", "99"], 2, "99"),
+        (["generate", DEMO, "x", "--devices", "99"], 2, "99"),
         (["generate", DEMO, "x", "--no-such-option"], 2, "no-such-option"),
     ],
 )
