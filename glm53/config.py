@@ -298,6 +298,9 @@ def _setting(default: Any, text: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": text, **extra})
 
 
+MTP_DEPTH_MAX = 5  # drafts of a step
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine. The command line takes names, defaults, units and help from the fields. Raises `InputError` on a bad value."""
@@ -332,6 +335,12 @@ class EngineConfig:
     host_kv_gib: float = _setting(0.0, "Host RAM page-locked for histories at start; 0: chunk by chunk as they grow.", unit="GiB")
     host_memory: str = _setting("register", "How host RAM is page-locked: hipHostRegister or hipHostMalloc.", choices=("register", "hostmalloc"))
     host_chunk_mib: int = _setting(256, "Size of one page-locked piece of host RAM.", unit="MiB")
+    mtp: str = _setting(
+        "0",
+        "Tokens that the checkpoint's MTP layer drafts for each step to verify, 0 to 5; auto: as many as pay, by acceptance and step times. "
+        "The output is the same.",
+        choices=("0", "1", "2", "3", "4", "5", "auto"),
+    )
     graphs: bool = _setting(True, "Record decode steps as graphs and replay them; without, every kernel is launched. The output is the same.")
     check_pair: bool = _setting(False, "Compare what both devices of a pair hold after every exchange, for debugging; slow.")
     check_weights: bool = _setting(False, "Look for NaN and infinity in every tensor before loading.")
@@ -339,6 +348,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value, wanted = getattr(self, item.name), type(item.default)
+            if item.name == "mtp" and type(value) is int:
+                value = str(value)
+                object.__setattr__(self, item.name, value)
             if wanted is tuple and isinstance(value, (int, list)) and not isinstance(value, bool):
                 value = (value,) if isinstance(value, int) else tuple(value)
                 object.__setattr__(self, item.name, value)
@@ -364,6 +376,11 @@ class EngineConfig:
         self._range("host_chunk_mib", 2, 1 << 20)
         if self.kv_format not in ("auto", "q8g64", self.dtype):
             raise InputError(f"kv_format is {self.kv_format}, expected auto, q8g64 or {self.dtype} with dtype {self.dtype}")
+
+    @property
+    def drafts_max(self) -> int:
+        """Drafts of a step at most."""
+        return MTP_DEPTH_MAX if self.mtp == "auto" else int(self.mtp)
 
     def _check_devices(self) -> None:
         numbers = all(type(index) is int and 0 <= index <= 1023 for index in self.devices)

@@ -12,6 +12,7 @@ the chunk size class of its prompt rows and the weights alone, never on the requ
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,14 +23,14 @@ from typing import cast
 
 import numpy as np
 
-from glm53 import paths
+from glm53 import paths, persist
 from glm53.config import EngineConfig, GenerationDefaults, check_prompt, check_widths, read_config, read_generation_config
 from glm53.errors import DeviceLost, Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
 from glm53.kv import HostTier, KeyStore, ResidentTier
 from glm53.mem.ledger import Ledger, device_place
 from glm53.model.checkpoint import Checkpoint
-from glm53.model.decode import Decoder, row_error_text
+from glm53.model.decode import Decoder, DraftCounts, Ticket, row_error_text
 from glm53.model.forward import row_layout
 from glm53.model.pair import SIDES, Pair
 from glm53.model.sampler import Drawn
@@ -39,7 +40,10 @@ from glm53.model.step import StepForward
 from glm53.model.weights import Weights, load_weights
 from glm53.request import Batch, Chunk, Completion, Prompt, Request, TokenLogprob, fresh_seed, integers, is_single
 from glm53.sampling import SamplingParams
+from glm53.sched.drafts import DepthPolicy
 from glm53.sched.queue import Prefill, Queue, Step
+from glm53.session import Session, is_whole
+from glm53.sessionfile import SessionFile
 from glm53.spec import WHOLE, DType, ModelSpec
 from glm53.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 
@@ -65,6 +69,7 @@ class Engine:
         self.ledger = Ledger() if ledger is None else ledger  # of what this engine allocates
         self.config, self.spec, self.devices, self.tokenizer = config, spec, tuple(devices), tokenizer
         self.defaults = GenerationDefaults()
+        self.fingerprint: str | None = None  # of the checkpoint's weights; None: weights of no checkpoint
         self.context_rows_max = context_rows_max(config, spec)
         self.sessions_max, self.step_rows_max = config.sessions_max, step_rows_max(config)
         self.notes: list[str] = []  # which fast paths are in use, and why
@@ -91,7 +96,9 @@ class Engine:
                 pair.close()
             raise
         self.stage = Stage(sides, pair)
-        self.decoder = Decoder(self.stage, graphs)
+        self.decoder = Decoder(self.stage, graphs, config.drafts_max)
+        self._policy = DepthPolicy(config.drafts_max) if config.mtp == "auto" else None
+        self._read_at, self._read_kind = 0.0, (-1, -1)  # when and what the step read last was
 
     def _make_pair(self) -> Pair:
         config, spec = self.config, self.spec
@@ -140,7 +147,10 @@ class Engine:
         spec = read_config(path, latent_norm_eps=config.latent_norm_eps)
         defaults = read_generation_config(path)
         checkpoint = Checkpoint.open(path)
+        fingerprint = persist.checkpoint_fingerprint(checkpoint)
         check_widths(spec, config.dtype)
+        if config.drafts_max and not spec.n_mtp_layers:
+            raise InputError(f"mtp is {config.mtp} and {path} has no MTP layer, expected 0")
         tokenizer = Tokenizer.open(path) if (Path(path) / "tokenizer.json").exists() else None
         runtime.select(None if config.runtime == "auto" else config.runtime)
         ledger, devices = Ledger(), []
@@ -150,7 +160,17 @@ class Engine:
             dtype = DType.F32 if config.dtype == "f32" else DType.BF16
             shards = SIDES if len(devices) == 2 else (WHOLE,)
             weights = [
-                load_weights(checkpoint, spec, device, dtype, progress=progress, check=check, weights=config.weights, shard=shard)
+                load_weights(
+                    checkpoint,
+                    spec,
+                    device,
+                    dtype,
+                    progress=progress,
+                    check=check,
+                    load_mtp=config.drafts_max > 0,
+                    weights=config.weights,
+                    shard=shard,
+                )
                 for device, shard, check in zip(devices, shards, (config.check_weights, False), strict=False)
             ]
             engine = cls(config, spec, devices, weights, tokenizer, progress, ledger)
@@ -158,7 +178,7 @@ class Engine:
             for device in devices:
                 device.close(free_buffers=True)
             raise
-        engine.defaults = defaults
+        engine.defaults, engine.fingerprint = defaults, fingerprint
         return engine
 
     def close(self) -> None:
@@ -210,6 +230,10 @@ class Engine:
         """`cache_counters` of each device, by its number."""
         return {side.device.index: side.tier.counter_totals() if isinstance(side.tier, HostTier) else {} for side in self.stage.sides}
 
+    def draft_counts(self) -> DraftCounts:
+        """Drafts verified and accepted since the engine was opened."""
+        return self.decoder.drafts
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Completion | list[Completion]:
@@ -237,7 +261,7 @@ class Engine:
     def generate_logits(self, prompt_ids: Sequence[int], new_tokens: int, forced: Sequence[int] | None = None) -> tuple[list[int], np.ndarray]:
         """Greedy tokens and all their logits: (tokens, [new_tokens, vocab] f32). With `forced`, those tokens are fed instead of the greedy ones."""
         self._check_ids(integers(prompt_ids))
-        if not _is_whole(new_tokens) or new_tokens < 1:
+        if not is_whole(new_tokens) or new_tokens < 1:
             raise InputError(f"new_tokens: got {new_tokens!r}, wanted at least 1")
         if forced is not None and len(forced) < new_tokens - 1:
             raise InputError(f"forced: got {len(forced)} tokens, wanted at least {new_tokens - 1}, one less than new_tokens")
@@ -255,6 +279,26 @@ class Engine:
         """A history of its own that the caller drives row by row: prompts, steps of several rows, truncation."""
         return Session(self)
 
+    def restore(self, path: str | Path, progress: Progress | None = None) -> Session:
+        """A session as `Session.save` wrote it, which every call continues with the same bits as the one that was saved.
+
+        The engine may be on one device or a pair, with histories in either tier and extents of any size. Every checksum of the file is compared while
+        it is read. progress(bytes_done, bytes_total, section). Raises SessionFileError if the file is truncated, damaged, of another model, other
+        weights or formats, or has more rows than `context_rows_max`; InputError when all sessions are in use; DeviceMemoryError, HipError. No
+        session stays open then.
+        """
+        self._check_open()
+        with SessionFile(path) as file:
+            persist.Format(self.config, self.spec, self.fingerprint, self.stage).check(file.path, file.header, self.context_rows_max)
+            session = Session(self)
+            try:
+                session._tokens = persist.restore_session(self.stage, self._turn, self._check_open, file, session.slot, progress)
+                session.sampling, session._pending = persist.sampling_of(file), list(file.header.pending)
+            except BaseException:
+                session.close()
+                raise
+        return session
+
     def _requests(self, given: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         prompts = [cast(Prompt, given)] if is_single(given) else list(cast(Sequence[Prompt], given))
         if not prompts:
@@ -270,12 +314,15 @@ class Engine:
         for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
             ids = self.encode(prompt) if isinstance(prompt, str) else integers(prompt)
             self._check_ids(ids)
-            if one.stop and self.tokenizer is None:
-                raise InputError("stop strings need a tokenizer; this checkpoint has no tokenizer.json: use stop_token_ids")
-            seed = one.seed if one.seed is not None else fresh_seed()
-            decoder = StreamDecoder(self.tokenizer) if self.tokenizer is not None else None
-            requests.append(Request(index, ids, one, seed, decoder, StopMatcher(one.stop)))
+            requests.append(self._request(index, ids, one))
         return requests
+
+    def _request(self, index: int, ids: list[int], params: SamplingParams) -> Request:
+        if params.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer; this checkpoint has no tokenizer.json: use stop_token_ids")
+        seed = params.seed if params.seed is not None else fresh_seed()
+        decoder = StreamDecoder(self.tokenizer) if self.tokenizer is not None else None
+        return Request(index, ids, params, seed, decoder, StopMatcher(params.stop))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises InputError without a tokenizer."""
@@ -305,6 +352,7 @@ class Engine:
     def _close_sessions(self, slots: Sequence[int]) -> None:
         """Gives the sessions' memory back. After `close` nothing is left to do."""
         if not self.device.closed:
+            self.decoder.forget(slots)
             self.stage.close(slots)
 
     def _prefill(self, slot: int, ids: list[int]) -> None:
@@ -342,110 +390,63 @@ class Engine:
             request = batch.by_serial[action.serial]
             if action.start == 0:
                 request.slot = self.stage.open()
-                for side in self.stage.sides:
-                    side.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
+                self._mark_prompt(request)
             self._prefill(request.slot, request.prompt[action.start : action.stop])
             if not action.last:
                 return []
-            every = [side.sampler.draw(side.step.logits.slice(0, 1), [request.draw_row()])[0] for side in self.stage.sides]
-            drawn = [(action.serial, every[0])]
-            self._check_rows(self.stage.first.prompt_row_error)
+            drawn = [(action.serial, [self._draw_first(request)])]
         else:
             drawn = self._step(action, batch)
-        chunks = [batch.by_serial[serial].accept(one, self.spec.eos_token_ids, self.context_rows_max) for serial, one in drawn]
-        ended = [(serial, batch.by_serial[serial]) for serial, _ in drawn if batch.by_serial[serial].finish_reason is not None]
-        for serial, _ in ended:
-            batch.queue.finish(serial)
+        chunks, ended = [], []
+        for serial, tokens in drawn:
+            request = batch.by_serial[serial]
+            for one in tokens:  # those behind its last one are dropped
+                if request.finish_reason is None:
+                    chunks.append(request.accept(one, self.spec.eos_token_ids, self.context_rows_max))
+            if request.finish_reason is not None:
+                batch.queue.finish(serial)
+                ended.append(request)
         if ended:
-            self._end([r for _, r in ended])
+            self._end(ended)
         return chunks
 
-    def _step(self, action: Step, batch: Batch) -> list[tuple[int, Drawn]]:
+    def _mark_prompt(self, request: Request) -> None:
+        """Before a request's first draw: the repetition penalty, if it has one, counts the tokens of its prompt."""
+        for side in self.stage.sides:
+            side.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
+
+    def _draw_first(self, request: Request) -> Drawn:
+        """The token behind the last prompt row, whose logits stand in row 0 of every side's step. Each side draws it itself."""
+        every = [side.sampler.draw(side.step.logits.slice(0, 1), [request.draw_row()])[0] for side in self.stage.sides]
+        self._check_rows(self.stage.first.prompt_row_error)
+        return every[0]
+
+    def _step(self, action: Step, batch: Batch) -> list[tuple[int, list[Drawn]]]:
         """The tokens of one decode step, by serial. The step after it is already enqueued when this returns, unless a request ends here for sure."""
         if batch.ticket is None:
             rows = [(serial, batch.by_serial[serial].step_row()) for serial in action.serials]
-            batch.serials, batch.ticket = tuple(serial for serial, _ in rows), self.decoder.launch([row for _, row in rows])
+            batch.serials, batch.ticket = tuple(serial for serial, _ in rows), self.decoder.launch([row for _, row in rows], self._depth())
         serials, ticket = batch.serials, batch.ticket
         batch.ticket = None
         running = [batch.by_serial[serial] for serial in serials]
         if serials == action.serials and not any(r.ends_next(self.context_rows_max) for r in running):
-            ahead = [row.following() for row in ticket.rows]
-            if self.decoder.follows(ahead):
-                batch.ticket = self.decoder.launch(ahead)
+            batch.ticket = self.decoder.ahead(ticket) if ticket.depth == self._depth() else None
         drawn = self.decoder.collect(ticket)
+        self._time_round(ticket)
         alive = set(action.serials)
         if ticket.bad_row is not None and serials[ticket.bad_row] in alive:  # one of a request that has ended was computed in vain
             raise Glm53Error(row_error_text(ticket.bad_row))
         return [(serial, one) for serial, one in zip(serials, drawn, strict=True) if serial in alive]
 
+    def _depth(self) -> int:
+        """Drafts of the next step."""
+        return self.config.drafts_max if self._policy is None else self._policy.depth()
 
-class Session:
-    """One history driven row by row, greedy or otherwise: the caller picks the tokens. Close it, or use a `with` block.
-
-    Prompt rows and step rows are of different classes (docs/decisions/0001-two-row-classes.md): two sessions that made the same calls have the
-    same bits.
-    """
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        with engine._turn:
-            engine._check_open()
-            self._slot: int | None = engine.stage.open()
-
-    @property
-    def slot(self) -> int:
-        if self._slot is None:
-            raise LifetimeError("the session is used after close(); next: open another one")
-        return self._slot
-
-    @property
-    def rows(self) -> int:
-        """Rows of the history: tokens computed so far."""
-        return self._engine.stage.rows(self.slot)
-
-    def prefill(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends prompt rows; logits [vocab] f32 after the last one. If it raises, no row was appended."""
-        engine, every = self._engine, integers(ids)
-        engine._check_open()
-        engine._check_ids(every, self.rows)
-        with engine._turn, engine.stage.all_or_nothing(self.slot):
-            engine._prefill(self.slot, every)
-            return engine._read_logits(1, engine.stage.first.prompt_row_error)[0]
-
-    def step(self, ids: Sequence[int]) -> np.ndarray:
-        """Appends 1 to `Engine.step_rows_max` step rows, as decode or verification does; logits [len(ids), vocab] f32. If it raises, no
-        row was appended."""
-        engine, every = self._engine, integers(ids)
-        engine._check_open()
-        engine._check_ids(every, self.rows)
-        if len(every) > engine.step_rows_max:
-            raise InputError(f"step: got {len(every)} tokens, wanted at most {engine.step_rows_max}; use prefill for more")
-        with engine._turn, engine.stage.all_or_nothing(self.slot):
-            engine.decoder.run_rows([(self.slot, len(every))], every, [self.rows])
-            return engine._read_logits(len(every), engine.stage.first.step_row_error)
-
-    def truncate(self, rows: int) -> None:
-        """Keeps the first `rows` rows. Raises InputError outside [0, rows]; has taken place also where it raises a HipError."""
-        self._engine._check_open()
-        if not _is_whole(rows) or not 0 <= rows <= self.rows:
-            raise InputError(f"truncate: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
-        with self._engine._turn:
-            self._engine.stage.truncate(self.slot, rows)
-
-    def close(self) -> None:
-        """Gives the history back. Idempotent."""
-        slot, self._slot = self._slot, None
-        if slot is not None and not self._engine.device.closed:
-            with self._engine._turn:
-                self._engine._close_sessions([slot])
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def _is_whole(value: object) -> bool:
-    """A whole number, numpy's included; True and False are none."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    def _time_round(self, ticket: Ticket) -> None:
+        """Tells the policy what a step's drafts were worth. Its time is that since the step before was read, if both are of one kind."""
+        if self._policy is None or ticket.drawn is None:
+            return
+        now, kind = time.perf_counter(), (ticket.depth, len(ticket.rows))
+        step_us = (now - self._read_at) * 1e6 if kind == self._read_kind else None
+        self._read_at, self._read_kind = now, kind
+        self._policy.add(ticket.depth, [len(drawn) - 1 for drawn in ticket.drawn], step_us)

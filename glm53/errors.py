@@ -72,3 +72,7 @@ class LinkError(Glm53Error):
 
 class LinkStuck(LinkError):
     """Work between two devices does not end, so that nothing it uses can be freed. Next step: another process, without peer access."""
+
+
+class SessionFileError(InputError):
+    """A session file cannot be written, or cannot be used: truncated, damaged, of another model or another format. Says which and why."""

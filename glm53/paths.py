@@ -11,15 +11,16 @@ from glm53.hip import Device, Link, PeerAccess
 
 
 def fetch_method(devices: Sequence[Device], config: EngineConfig, notes: list[str]) -> str:
-    """How the host tier brings missed rows: by kernels that read host memory where the litmus loop passes, else gathered by the host."""
+    """How the host tier moves rows: by kernels that read and write host memory where the litmus loop passes, else by copies, misses gathered by the
+    host."""
     if config.kv_tier == "resident":
         return "kernel"
     results = [litmus.registered_memory(device) for device in devices]
     failed = next((result for result in results if not result.passed), None)
     notes.append(
-        f"missed rows are read by kernels straight from host memory ({results[0].detail})"
+        f"missed rows are read, and new rows written, by kernels straight in host memory ({results[0].detail})"
         if failed is None
-        else f"missed rows are gathered by the host, since kernels cannot read registered memory here: {failed.detail}"
+        else f"missed rows are gathered by the host and new rows copied, since kernels cannot use registered memory here: {failed.detail}"
     )
     return "kernel" if failed is None else "copy"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from glm53.ops import args, pair_args, step_args
+from glm53.ops import args, history_args, mtp_args, pair_args, step_args
 
 Args = args.Args
-SOURCES = [Path(module.__file__ or "") for module in (args, step_args, pair_args)]
+SOURCES = [Path(module.__file__ or "") for module in (args, history_args, step_args, pair_args, mtp_args)]
 _C_NAME: dict[Any, str] = {c_void_p: "void*", c_int32: "int32_t", c_uint32: "uint32_t", c_uint64: "uint64_t", c_float: "float"}
 
 

@@ -10,8 +10,8 @@ import click
 import numpy as np
 
 from glm53 import Engine, SamplingParams
-from glm53.cli import history_line
 from glm53.errors import Glm53Error, short_bytes
+from glm53.report import history_line
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "glm53-demo"

@@ -15,7 +15,7 @@ import numpy as np
 from glm53.errors import Glm53Error
 from glm53.hip import Array, Device, Graph, Stream
 from glm53.kv.slabs import free_slabs, make_slabs
-from glm53.mem.extents import ExtentShape
+from glm53.mem.extents import GroupedShape
 from glm53.ops import hotcache, rows
 from glm53.ops.hotcache import Counter, FetchList, SlotTables
 from glm53.spec import DType, RowFormat
@@ -51,8 +51,9 @@ class Sizes:
         return self.hot_rows - RING_ROWS
 
     @property
-    def shape(self) -> ExtentShape:
-        return ExtentShape(self.extent_rows, self.layers, ROW_BYTES)
+    def shape(self) -> GroupedShape:
+        """One selection group: the planes of a row lie side by side."""
+        return GroupedShape(self.extent_rows, self.layers, ROW_BYTES, (self.layers,))
 
     def cached(self, fill: Fill) -> int:
         return self.slots // 2 if fill is Fill.FREE else self.slots
@@ -89,10 +90,10 @@ class HostRows:
         for extent, place in enumerate(order.tolist()):
             slab, offset = self.slabs[place // per_slab], place % per_slab * shape.extent_bytes
             addresses[0, extent] = slab.device_address + offset
-            view = slab.array[offset : offset + shape.extent_bytes].view(np.uint64).reshape(shape.planes, shape.extent_rows, WORDS)
+            (held,) = shape.views(slab.array[offset : offset + shape.extent_bytes])
             positions = np.arange(extent * shape.extent_rows, (extent + 1) * shape.extent_rows)
             for plane in range(shape.planes):
-                view[plane] = pattern(positions, plane)
+                held[:, plane] = pattern(positions, plane).view(np.uint8)
         self.table = Array.from_numpy(device, addresses, category="tables")
 
     def free(self) -> None:
@@ -199,7 +200,7 @@ class Scene:
             0,
             self.plan,
             self.fetch_list,
-            sizes.shape,
+            sizes.shape.place(0),
             RING_ROWS,
         )
         for planes in parts:
@@ -210,7 +211,6 @@ class Scene:
                 planes=planes,
                 staging=self.staging,
                 staging_plane_first=0,
-                source_plane_bytes=sizes.shape.plane_bytes,
                 hot_plane_bytes=sizes.hot_rows * ROW_BYTES,
                 staging_plane_bytes=sizes.k * ROW_BYTES,
                 row_bytes=ROW_BYTES,

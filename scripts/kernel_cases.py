@@ -16,7 +16,7 @@ import numpy as np
 
 from glm53.errors import Glm53Error
 from glm53.hip import Array, Device, Stream
-from glm53.mem.extents import ExtentShape
+from glm53.mem.extents import ExtentShape, GroupPlace
 from glm53.ops import attention, hotcache, matmul, rows, sampling, step, step_attention, step_experts, step_select, step_state
 from glm53.ops.contract import Cost
 from glm53.ops.halves import Halves
@@ -196,7 +196,7 @@ def products(m: Maker, op: str, k: int, every: Sequence[Product], normed: bool =
             launches.append(partial(step.gemv, m.stream, x, segments, **arrays, **more))
         cost = step.cost_gemv(x, segments, **arrays) + Cost(part_bytes, 0)
         kind = "gemv_router" if isinstance(part, step.RouterPart) else "gemv" if halves is None else "halves"
-        points.append(Point(op, f"step_{kind}_bf16_q8g64", shape, count, tuple(launches), cost))
+        points.append(Point(op, step.kernel_for(f"step_{kind}", T, Q8, count), shape, count, tuple(launches), cost))
     return points
 
 
@@ -259,7 +259,8 @@ def per_head(m: Maker, op: str, part_of: PartOf | None = None) -> list[Point]:
         part, part_bytes = part_of(m, count) if part_of else (None, 0)
         launches = tuple(partial(step.per_head, m.stream, q, w, y, part) for w in weights)
         shape = f"{s.heads} x ({s.nope} -> {s.latent})"
-        points.append(Point(op, "step_gemv_bf16_q8g64", shape, count, launches, step.cost_per_head(q, one, y) + Cost(part_bytes, 0)))
+        kernel = step.kernel_for("step_gemv", T, Q8, count)
+        points.append(Point(op, kernel, shape, count, launches, step.cost_per_head(q, one, y) + Cost(part_bytes, 0)))
     return points
 
 
@@ -309,7 +310,7 @@ def routed_in(m: Maker) -> Iterator[list[Point]]:
         launches = tuple(partial(step_experts.experts, m.stream, x, m.i32(ids), weight, act) for ids in draws)
         cost = mean_cost([step_experts.cost_experts(count, s.slots, len(np.unique(ids)), s.width, s.hidden, ITEM, Q4) for ids in draws])
         shape = f"{s.slots} of {s.experts} x ({s.hidden} -> {s.width} x 2)"
-        points.append(Point("routed gate and up", "step_experts_bf16_q4g64", shape, count, launches, cost))
+        points.append(Point("routed gate and up", step.kernel_for("step_experts", T, Q4, count), shape, count, launches, cost))
     yield points
 
 
@@ -448,7 +449,7 @@ class HotRound:
         extents = m.put(np.full((1, shape.extents_for(history)), NOWHERE, np.uint64))  # of rows that are never fetched
         lists = (self.selected, self.counts, self.sessions, self.starts, extents, self.place, self.plan, self.fetch)
         arrivals = m.put(np.zeros((1, step_select.ARRIVAL_WORDS), np.uint32))
-        self.give = step.GivePart(step_select.give_args(*lists, shape, arrivals), count)
+        self.give = step.GivePart(step_select.give_args(*lists, GroupPlace(s.extent_rows, s.row_bytes, 0, s.row_bytes), arrivals), count)
         resident = step_select.place_args(self.selected, self.counts, self.sessions, ExtentPlace(extents, shape), self.plan)
         self.resident = step.PlacePart(resident, count)
         self._check()
@@ -472,7 +473,7 @@ class HotRound:
         """A fetch of no rows, with as many blocks as rows.fetch would take."""
         s, words = self.m.shapes, self.m.device.kernel("fetch_rows").constants["words"]
         blocks = rows.copy_blocks(self.m.device, self.count * s.topk * s.row_bytes // 16, 1, words)
-        places = rows.FetchPlanes(None, 0, 0, 0, 0, s.row_bytes)
+        places = rows.FetchPlanes(None, 0, 0, 0, s.row_bytes)
         return step.FetchPart(rows.fetch_list_args(self.fetch, self.starts, range(1), places, s.topk, blocks), blocks, 1)
 
 

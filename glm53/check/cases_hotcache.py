@@ -14,11 +14,12 @@ from glm53.check.case import Bench, Case
 from glm53.check.compare import Comparison, compare, worst_of
 from glm53.check.reference_hotcache import HotCacheTwin, StateTwin, reference_of
 from glm53.hip import Array, Device
-from glm53.mem.extents import ExtentShape
+from glm53.mem.extents import ExtentShape, GroupPlace
 from glm53.ops import hotcache
 from glm53.spec import DType, Space
 
 SHAPE = ExtentShape(64, 3, 656)
+SOURCE = GroupPlace(64, 656, offset_bytes=(5 << 33) + 48, stride_bytes=3 * 656)
 TAG_LAST = 2**32 - 1
 Rows = Sequence[Sequence[int]]
 
@@ -88,7 +89,7 @@ class TierCheck:
     def launch_round(self, group: int, selected: Array, counts: Array, sessions: Array, round_starts: Array, plan: Array) -> None:
         """The kernels of one round."""
         tier = (self.tables, self.device_states, self.slots, group)
-        hotcache.hot_plan(self.bench.stream, selected, counts, sessions, round_starts, *tier, plan, self.fetch, SHAPE, self.ring_rows)
+        hotcache.hot_plan(self.bench.stream, selected, counts, sessions, round_starts, *tier, plan, self.fetch, SOURCE, self.ring_rows)
 
     def plan_round(self, group: int, rounds: Mapping[int, Rows], padding: int = 0) -> Comparison:
         """One launch: a round per session of `rounds`, then `padding` rows without entries as a round of session 0."""
@@ -129,7 +130,7 @@ class TierCheck:
             plan[r, : len(places)] = [reference_of(place, hot, SHAPE.row_bytes, first * self.k) for place in places]
         for m, (position, target) in enumerate(planned.fetches):
             extent, row = divmod(position, SHAPE.extent_rows)
-            lists[0][m] = int(self.addresses[session, extent]) + row * SHAPE.row_bytes
+            lists[0][m] = int(self.addresses[session, extent]) + SOURCE.offset_bytes + row * SOURCE.stride_bytes
             lists[1][m] = reference_of(target, hot, SHAPE.row_bytes, first * self.k)
             lists[2][m] = position
         self._fetches = len(planned.fetches)

@@ -14,6 +14,7 @@ from glm53.check.cases_selection import SPACE_OFFSETS, place_rows
 from glm53.check.compare import Comparison, Mismatch, compare, worst_of
 from glm53.check.reference_rows import oracle_bytes, row_bits, row_values
 from glm53.hip import Array, Device
+from glm53.mem.extents import GroupedShape
 from glm53.ops import rows as ops
 from glm53.ops.hotcache import FetchList
 from glm53.spec import DType, RowFormat, Space
@@ -168,7 +169,7 @@ def run_fetch(row_bytes: int, counts: tuple[int, ...], planes: range, blocks: in
     k, hot_rows, source_rows, layers = 16, 80, 90, planes.stop
     rng = np.random.default_rng(row_bytes)
     starts = np.concatenate([[0], np.cumsum([max(1, -(-count // k)) for count in counts])]).astype(np.int32)
-    history = rng.integers(0, 255, (layers, source_rows, row_bytes)).astype(np.uint8)
+    history = rng.integers(0, 255, (source_rows, layers, row_bytes)).astype(np.uint8)
     hot_want, staging_want = (np.full((n, hot_rows, row_bytes), 0xFF, np.uint8) for n in (layers, len(planes)))
     with Bench(device) as bench, device.host_alloc(history.nbytes, category="check") as host:
         host.array[:] = history.reshape(-1)
@@ -179,13 +180,13 @@ def run_fetch(row_bytes: int, counts: tuple[int, ...], planes: range, blocks: in
             for entry in range(int(starts[i]) * k, int(starts[i]) * k + count):
                 row, space = int(rng.integers(source_rows)), Space(2 * int(rng.integers(2)))
                 slot = int(free[space].pop())
-                sources[entry] = host.device_address + row * row_bytes
+                sources[entry] = host.device_address + row * layers * row_bytes
                 targets[entry] = slot * row_bytes + (hot.address if space is Space.HOT else 0) + space
                 of = slice(planes.start, planes.stop)
                 if space is Space.HOT:
-                    hot_want[of, slot] = history[of, row]
+                    hot_want[of, slot] = history[row, of]
                 else:
-                    staging_want[:, slot] = history[of, row]
+                    staging_want[:, slot] = history[row, of]
         fetch = FetchList(bench.put(sources), bench.put(targets), bench.put(np.zeros(1, np.int32)), bench.put(np.array(counts, np.int32)))
         ops.fetch(
             bench.stream,
@@ -194,7 +195,6 @@ def run_fetch(row_bytes: int, counts: tuple[int, ...], planes: range, blocks: in
             planes=planes,
             staging=staging,
             staging_plane_first=planes.start,
-            source_plane_bytes=source_rows * row_bytes,
             hot_plane_bytes=hot_rows * row_bytes,
             staging_plane_bytes=hot_rows * row_bytes,
             row_bytes=row_bytes,
@@ -205,15 +205,15 @@ def run_fetch(row_bytes: int, counts: tuple[int, ...], planes: range, blocks: in
 
 
 def run_fetch_far(device: Device) -> Comparison:
-    """Plane strides beyond 2^31 and 2^32 bytes and backwards: the first plane fetched is plane 3, the bases lie 3 strides away."""
+    """Plane strides beyond 2^32 bytes and backwards: the first plane fetched is plane 3, the bases lie 3 strides away."""
     row_bytes, k, rows = 656, 5, 5
-    strides = (5 << 31, (3 << 32) + 16, -(7 << 31))  # source, hot, staging
+    strides = ((3 << 32) + 16, -(7 << 31))  # hot, staging
     data = np.random.default_rng(2).integers(0, 255, (rows, row_bytes)).astype(np.uint8)
     with Bench(device) as bench:
         source, hot, staging = bench.put(data), bench.poison(DType.U8, data.shape), bench.poison(DType.U8, data.shape)
         at = np.arange(rows) * row_bytes
-        sources = np.array([as_u64(source.address - 3 * strides[0] + int(o)) for o in at], U64)
-        targets = np.array([as_u64(hot.address - 3 * strides[1] + int(o)) for o in at], U64)
+        sources = np.array([as_u64(source.address - 3 * row_bytes + int(o)) for o in at], U64)
+        targets = np.array([as_u64(hot.address - 3 * strides[0] + int(o)) for o in at], U64)
         targets[3:] = at[3:].astype(U64) + U64(Space.STAGING)
         fetch = FetchList(bench.put(sources), bench.put(targets), bench.put(np.zeros(1, np.int32)), bench.put(np.array([rows], np.int32)))
         ops.fetch(
@@ -223,9 +223,8 @@ def run_fetch_far(device: Device) -> Comparison:
             planes=range(3, 4),
             staging=staging,
             staging_plane_first=3,
-            source_plane_bytes=strides[0],
-            hot_plane_bytes=strides[1],
-            staging_plane_bytes=strides[2],
+            hot_plane_bytes=strides[0],
+            staging_plane_bytes=strides[1],
             row_bytes=row_bytes,
             k=k,
         )
@@ -234,7 +233,35 @@ def run_fetch_far(device: Device) -> Comparison:
         return worst_of(compare("hot", bench.read(hot), hot_want), compare("staging", bench.read(staging), staging_want))
 
 
-# Strided copy and gather
+# Copy-back, strided copy and gather
+
+
+def run_copy_back(groups: tuple[int, ...], extent_rows: int, first_row: int, rows: int, row_bytes: int, device: Device) -> Comparison:
+    """Rows of a plane-major buffer in the middle of a group-major extent; every byte of the extent compared, and of its neighbours."""
+    planes, hot_rows = sum(groups), rows + 5
+    shape = GroupedShape(extent_rows, planes, row_bytes, groups)
+    source = np.random.default_rng(rows).integers(0, 255, (planes, hot_rows, row_bytes)).astype(np.uint8)
+    want = np.full((3, shape.extent_bytes), 0xFF, np.uint8)
+    for group, count in enumerate(groups):
+        first = sum(groups[:group])
+        block = want[1, first * extent_rows * row_bytes :][: count * extent_rows * row_bytes].reshape(extent_rows, count, row_bytes)
+        for plane in range(count):
+            block[first_row : first_row + rows, plane] = source[first + plane, 2 : 2 + rows]
+    with Bench(device) as bench, device.host_alloc(want.nbytes, category="check") as host:
+        host.array[:] = 0xFF
+        table = bench.put(np.array([(sum(groups[:group]), count) for group, count in enumerate(groups)], np.uint32))
+        ops.copy_back(
+            bench.stream,
+            bench.put(source).address + 2 * row_bytes,
+            host.device_address + shape.extent_bytes,
+            table,
+            shape,
+            source_plane_bytes=hot_rows * row_bytes,
+            first_row=first_row,
+            rows=rows,
+        )
+        bench.stream.synchronize()
+        return compare("extents", host.array.reshape(want.shape).copy(), want)
 
 
 def run_copy_planes(length_bytes: int, planes: int, gap_bytes: int, device: Device) -> Comparison:
@@ -277,27 +304,26 @@ def run_copy_planes_far(device: Device) -> Comparison:
         return compare("planes", np.stack([bench.read(target) for target in targets]), data[::-1])
 
 
-def run_gather(rows: int, extent_rows: int, row_bytes: int, plane_offset: int, device: Device) -> Comparison:
-    """Extents in shuffled order; plane_offset may be beyond 2^32 or negative: the table's addresses are then as far away."""
-    extents = -(-rows // extent_rows)
+def run_gather(rows: int, extent_rows: int, row_bytes: int, planes: int, plane_offset: int, device: Device) -> Comparison:
+    """The last plane of a group, extents in shuffled order; plane_offset may be beyond 2^32 or negative: so far are the table's addresses."""
+    extents, stride = -(-rows // extent_rows), planes * row_bytes
     rng = np.random.default_rng(rows)
-    data = rng.integers(0, 255, (extents, extent_rows, row_bytes)).astype(np.uint8)
+    data = rng.integers(0, 255, (extents, extent_rows, planes, row_bytes)).astype(np.uint8)
     order = rng.permutation(extents)
     want = np.full((rows + 1, row_bytes), 0xFF, np.uint8)
-    want[:rows] = data[order].reshape(-1, row_bytes)[:rows]
+    want[:rows] = data[order, :, -1].reshape(-1, row_bytes)[:rows]
     with Bench(device) as bench:
         memory, target = bench.put(data), bench.poison(DType.U8, want.shape)
-        table = np.array([as_u64(memory.address + int(e) * extent_rows * row_bytes - plane_offset) for e in order], U64)
-        ops.gather_plane(
-            bench.stream,
-            bench.put(table),
-            target,
-            plane_offset_bytes=plane_offset,
-            rows=rows,
-            extent_rows=extent_rows,
-            row_bytes=row_bytes,
-        )
-        return compare("target", bench.read(target), want)
+        last_plane = memory.address + stride - row_bytes
+        table = np.array([as_u64(last_plane + int(e) * extent_rows * stride - plane_offset) for e in order], U64)
+        sizes = {"plane_offset_bytes": plane_offset, "stride_bytes": stride, "extent_rows": extent_rows, "row_bytes": row_bytes}
+        ops.gather_plane(bench.stream, bench.put(table), target, rows=rows, **sizes)
+        gathered = compare("target", bench.read(target), want)
+        # Back, its rows from `first` on turned into others.
+        first, linear = rows // 3, ~want
+        ops.scatter_plane(bench.stream, bench.put(table), bench.put(linear), first=first, rows=rows - first, **sizes)
+        data[order[np.arange(rows) // extent_rows][first:], np.arange(rows)[first:] % extent_rows, -1] ^= 0xFF
+        return worst_of(gathered, compare("extents", bench.read(memory), data))
 
 
 # Planned rows
@@ -351,23 +377,24 @@ def run_store_column(device: Device) -> Comparison:
 class RoundTrip:
     """Two sessions, hot buffers on the device, extents in host memory, every byte from the oracle."""
 
-    PLANES, HOT_ROWS, EXTENT_ROWS, EXTENTS, BATCH = 3, 128, 128, 2, 64
+    GROUPS, PLANES, HOT_ROWS, EXTENT_ROWS, EXTENTS, BATCH = (2, 1), 3, 128, 128, 2, 64
     POSITIONS = EXTENT_ROWS * EXTENTS
 
     def __init__(self, bench: Bench, host: np.ndarray, host_address: int, row_bytes: int):
         self.bench, self.row_bytes = bench, row_bytes
         self.hot = [bench.poison(DType.U8, (self.PLANES, self.HOT_ROWS, row_bytes)) for _ in range(2)]
         self.rewrites = np.zeros((2, self.POSITIONS), np.int64)
-        self.extent_bytes = self.EXTENT_ROWS * self.PLANES * row_bytes
+        self.shape = GroupedShape(self.EXTENT_ROWS, self.PLANES, row_bytes, self.GROUPS)
+        self.groups = bench.put(np.array([(self.shape.first_plane(group), planes) for group, planes in enumerate(self.GROUPS)], np.uint32))
         host[:] = 0xFF
         order = np.random.default_rng(6).permutation(2 * self.EXTENTS)
-        self.tables = (host_address + order * self.extent_bytes).astype(U64).reshape(2, self.EXTENTS)
+        self.tables = (host_address + order * self.shape.extent_bytes).astype(U64).reshape(2, self.EXTENTS)
 
     def rows(self, session: int, layer: int, positions: np.ndarray) -> np.ndarray:
         return oracle_bytes(session, layer, positions, self.rewrites[session, positions], self.row_bytes)
 
     def write(self, session: int, first: int) -> None:
-        """A batch of rows into the ring (row p at slot p mod hot rows), then by one strided copy into its extent."""
+        """A batch of rows into the ring (row p at slot p mod hot rows), then by one launch into its extent."""
         positions = np.arange(first, first + self.BATCH)
         self.rewrites[session, positions] += 1
         slot, plane_bytes = first % self.HOT_ROWS, self.HOT_ROWS * self.row_bytes
@@ -376,45 +403,49 @@ class RoundTrip:
             at = layer * plane_bytes + slot * self.row_bytes
             flat = Array(hot.buffer, DType.U8, (self.BATCH, self.row_bytes), hot.offset_bytes + at)
             flat.upload(self.rows(session, layer, positions))
-        ops.copy_planes(
+        ops.copy_back(
             self.bench.stream,
             hot.address + slot * self.row_bytes,
-            int(self.tables[session, first // self.EXTENT_ROWS]) + first % self.EXTENT_ROWS * self.row_bytes,
+            int(self.tables[session, first // self.EXTENT_ROWS]),
+            self.groups,
+            self.shape,
             source_plane_bytes=plane_bytes,
-            target_plane_bytes=self.extent_bytes // self.PLANES,
-            length_bytes=self.BATCH * self.row_bytes,
-            planes=self.PLANES,
+            first_row=first % self.EXTENT_ROWS,
+            rows=self.BATCH,
         )
 
     def fetched(self, session: int, positions: np.ndarray) -> np.ndarray:
-        """[planes, n, row_bytes]: the rows as `fetch` brings them into hot slots 0 and up."""
+        """[planes, n, row_bytes]: the rows as one `fetch` a group brings them into hot slots 0 and up."""
         n, target = len(positions), self.bench.poison(DType.U8, (self.PLANES, len(positions), self.row_bytes))
-        sources = self.tables[session, positions // self.EXTENT_ROWS] + (positions % self.EXTENT_ROWS * self.row_bytes).astype(U64)
         targets = U64(target.address) + np.arange(n, dtype=U64) * U64(self.row_bytes)
         put = self.bench.put
-        fetch = FetchList(put(sources), put(targets), put(positions.astype(np.int32)), put(np.array([n], np.int32)))
-        ops.fetch(
-            self.bench.stream,
-            fetch,
-            put(np.array([0, 1], np.int32)),
-            planes=range(self.PLANES),
-            staging=None,
-            staging_plane_first=0,
-            source_plane_bytes=self.extent_bytes // self.PLANES,
-            hot_plane_bytes=n * self.row_bytes,
-            staging_plane_bytes=0,
-            row_bytes=self.row_bytes,
-            k=n,
-        )
+        for group, planes in enumerate(self.GROUPS):
+            place, first = self.shape.place(group), self.shape.first_plane(group)
+            rows = positions % self.EXTENT_ROWS * place.stride_bytes + place.offset_bytes
+            sources = self.tables[session, positions // self.EXTENT_ROWS] + rows.astype(U64)
+            ops.fetch(
+                self.bench.stream,
+                FetchList(put(sources), put(targets), put(positions.astype(np.int32)), put(np.array([n], np.int32))),
+                put(np.array([0, 1], np.int32)),
+                planes=range(first, first + planes),
+                staging=None,
+                staging_plane_first=0,
+                hot_plane_bytes=n * self.row_bytes,
+                staging_plane_bytes=0,
+                row_bytes=self.row_bytes,
+                k=n,
+            )
         return self.bench.read(target)
 
     def gathered(self, session: int, layer: int, rows: int) -> np.ndarray:
         target = self.bench.poison(DType.U8, (rows, self.row_bytes))
+        place = self.shape.place(0 if layer < self.GROUPS[0] else 1)
         ops.gather_plane(
             self.bench.stream,
             self.bench.put(self.tables[session]),
             target.address,
-            plane_offset_bytes=layer * self.extent_bytes // self.PLANES,
+            plane_offset_bytes=place.row_offset(0, layer),
+            stride_bytes=place.stride_bytes,
             rows=rows,
             extent_rows=self.EXTENT_ROWS,
             row_bytes=self.row_bytes,
@@ -482,10 +513,14 @@ CASES = [
     *(_case(f"copy-planes-{size}", partial(run_copy_planes, size, 5, 32)) for size in (16, 64 * 656, 16 * 1024, 16 * 1025, 16 * 5000)),
     _case("copy-planes-one", partial(run_copy_planes, 16 * 3000, 1, 0)),
     _case("copy-planes-far", run_copy_planes_far),
-    _case("gather-plane-partial", partial(run_gather, 150, 64, 656, 0)),
-    _case("gather-plane-whole", partial(run_gather, 192, 64, 1152, 5 << 31)),
-    _case("gather-plane-within-one", partial(run_gather, 3, 128, 2304, -(9 << 32) - 48)),
-    _case("gather-plane-many", partial(run_gather, 64 * 20 + 1, 64, 48, 3 << 31)),
+    _case("gather-plane-partial", partial(run_gather, 150, 64, 656, 4, 0)),
+    _case("gather-plane-whole", partial(run_gather, 192, 64, 1152, 1, 5 << 31)),
+    _case("gather-plane-within-one", partial(run_gather, 3, 128, 2304, 2, -(9 << 32) - 48)),
+    _case("gather-plane-many", partial(run_gather, 64 * 20 + 1, 64, 48, 3, 3 << 31)),
+    _case("copy-back-batch", partial(run_copy_back, (4, 1, 3), 128, 64, 64, 656)),
+    _case("copy-back-whole", partial(run_copy_back, (1, 1), 64, 0, 64, 1152)),
+    _case("copy-back-one-row", partial(run_copy_back, (2,), 64, 63, 1, 2304)),
+    _case("copy-back-words", partial(run_copy_back, (5, 2), 64, 7, 3, 16)),
     *(
         _case(f"read-{row_format.value}-{dtype.label}-{latent}-{rope}-{k}", partial(run_read, latent, rope, row_format, dtype, rows, k, indexed))
         for row_format, shapes in _READ_SHAPES.items()

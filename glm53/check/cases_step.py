@@ -376,7 +376,7 @@ def _product_cases() -> list[Case]:
         for weight_format in FORMATS[dtype]:
             label = f"{dtype.label}_{weight_format.label}"
             shapes = [(count, 37, 192) for count in ROWS] + [(1, 1, 64), (3, 130, 960), (2, 19, 1088), (5, 18, 2048), (1, 5, 3136)]
-            shapes += [(3, 300, 128), (9, 70, 1024), (8, 5, 6208)]
+            shapes += [(3, 300, 128), (9, 70, 1024), (8, 5, 6208), (1, 4300, 1088)]
             if dtype is F32 and not weight_format.quantised:
                 shapes += [(2, 1, 1), (3, 6, 7), (5, 35, 131), (2, 18, 1027), (1, 3, 2500)]
             if weight_format is WeightFormat.BF16:

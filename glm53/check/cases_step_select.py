@@ -13,7 +13,7 @@ from glm53.check import cases_selection as common
 from glm53.check import reference_selection as reference
 from glm53.check import reference_step_select as step_reference
 from glm53.check.case import Bench, Case, draw
-from glm53.check.cases_hotcache import SHAPE, TAG_LAST, TierCheck, counters, draw_tables, i32
+from glm53.check.cases_hotcache import SHAPE, SOURCE, TAG_LAST, TierCheck, counters, draw_tables, i32
 from glm53.check.cases_selection import Histories, Scoring, fill_scores, lay_out
 from glm53.check.compare import Comparison, compare, worst_of
 from glm53.hip import Array, Device
@@ -204,7 +204,7 @@ class StepTierCheck(TierCheck):
         self.selector.topk(stream, positions, found, counts, Drawn(selected, self.index))
         compare("selected", self.bench.read(found), self.bench.read(selected))
         compare("counts", self.bench.read(counts), lengths)
-        args = give_args(found, counts, sessions, round_starts, self.tables, place, plan, self.fetch, SHAPE, self.arrivals)
+        args = give_args(found, counts, sessions, round_starts, self.tables, place, plan, self.fetch, SOURCE, self.arrivals)
         step.gemv(stream, self.x, [step.Segment(self.weight, self.y)], part=step.GivePart(args, len(lengths)))
         compare("the product beside", self.bench.read(self.y), np.full((1, 4), 64, np.float32))
         compare("arrivals", self.bench.read(self.arrivals), np.zeros(self.arrivals.shape, np.uint32))
@@ -255,29 +255,30 @@ def run_wide(k: int, rows: int, slots: int, device: Device) -> Comparison:
 
 
 def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device: Device) -> Comparison:
-    """Part FETCH: the lists of all rounds, dealt over few blocks; plane 1 of host rows into hot slots and staging rows, every byte compared."""
-    k, layers, source_rows = 12, 2, 50
+    """Part FETCH: the lists of all rounds, dealt over few blocks; planes 1 and 2 of host rows into hot slots and staging rows; all bytes compared."""
+    k, layers, source_rows = 12, 3, 50
     rng, starts = np.random.default_rng(row_bytes + blocks), i32([2 * i for i in range(len(counts) + 1)])
-    history = rng.integers(0, 255, (layers, source_rows, row_bytes)).astype(np.uint8)
+    history = rng.integers(0, 255, (source_rows, layers, row_bytes)).astype(np.uint8)
     places, rows = rng.permutation(2 * k * len(counts)), rng.integers(0, source_rows, 2 * k * len(counts))
-    want = np.full((2, len(places), row_bytes), 0xFF, np.uint8)  # hot, staging
+    want = np.full((2, layers - 1, len(places), row_bytes), 0xFF, np.uint8)  # hot, staging
     sources, targets = (np.full(len(places), 0xDEAD, np.uint64) for _ in range(2))
     with Bench(device) as bench, device.host_alloc(history.nbytes, category="check") as host:
         host.array[:] = history.reshape(-1)
-        hot, staging = bench.poison(DType.U8, (layers, *want.shape[1:])), bench.poison(DType.U8, want.shape[1:])
+        hot, staging = bench.poison(DType.U8, (layers, *want.shape[2:])), bench.poison(DType.U8, want.shape[1:])
         for i, count in enumerate(counts):
             for entry in range(int(starts[i]) * k, int(starts[i]) * k + count):
                 staged, slot = entry % 3 == 0, int(places[entry])
-                sources[entry] = host.device_address + int(rows[entry]) * row_bytes
+                sources[entry] = host.device_address + int(rows[entry]) * layers * row_bytes
                 targets[entry] = slot * row_bytes + (int(Space.STAGING) if staged else hot.address)
-                want[int(staged), slot] = history[1, rows[entry]]
+                want[int(staged), :, slot] = history[rows[entry], 1:]
         fetch = FetchList(bench.put(sources), bench.put(targets), bench.put(np.zeros(1, np.int32)), bench.put(i32(counts)))
-        planes = FetchPlanes(staging, 1, source_rows * row_bytes, want[0].nbytes, 0, row_bytes)
-        part = step.FetchPart(fetch_list_args(fetch, bench.put(starts), range(1, 2), planes, k, blocks), blocks, len(counts))
+        plane_bytes = want[0, 0].nbytes
+        planes = FetchPlanes(staging, 1, plane_bytes, plane_bytes, row_bytes)
+        part = step.FetchPart(fetch_list_args(fetch, bench.put(starts), range(1, layers), planes, k, blocks), blocks, len(counts))
         segment = step.Segment(Matrix.plain(bench.put(np.ones((4, 64), np.float32))), bench.poison(DType.F32, (1, 4)))
         step.gemv(bench.stream, bench.put(np.ones((1, 64), np.float32)), [segment], part=part)
-        compare("plane 0", bench.read(hot)[0], np.full_like(want[0], 0xFF))
-        return worst_of(compare("hot", bench.read(hot)[1], want[0]), compare("staging", bench.read(staging), want[1]))
+        compare("plane 0", bench.read(hot)[0], np.full_like(want[0, 0], 0xFF))
+        return worst_of(compare("hot", bench.read(hot)[1:], want[0]), compare("staging", bench.read(staging), want[1]))
 
 
 def _case(name: str, run: Callable[[Device], Comparison], thorough: bool = False) -> Case:

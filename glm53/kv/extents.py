@@ -13,14 +13,14 @@ import numpy as np
 
 from glm53.hip import Device
 from glm53.kv.slabs import Progress, Slab, SlabAhead, free_slabs, make_slabs
-from glm53.mem.extents import ExtentPool, ExtentShape
+from glm53.mem.extents import ExtentPool, GroupedShape
 from glm53.mem.history import History, OutOfExtents
 
 
 class HostExtents:
-    """A pool of extents of one shape in host memory that grows by chunks of about `chunk_bytes`, at least one extent each."""
+    """A pool of group-major extents of one shape in host memory that grows by chunks of about `chunk_bytes`, at least one extent each."""
 
-    def __init__(self, device: Device, shape: ExtentShape, chunk_bytes: int, method: str, category: str, chunk_extents_max: int):
+    def __init__(self, device: Device, shape: GroupedShape, chunk_bytes: int, method: str, category: str, chunk_extents_max: int):
         self.device, self.shape, self.method, self.category = device, shape, method, category
         self.pool = ExtentPool(shape)
         self.slabs: list[Slab] = []

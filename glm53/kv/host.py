@@ -15,7 +15,7 @@ made. Other sessions lose nothing: they wait for the drain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ from glm53.hip import Array, Buffer, Device, Event, Stream
 from glm53.kv.blocks import DeviceBlocks
 from glm53.kv.extents import HostExtents
 from glm53.kv.host_passes import FullPass, StepPass, StreamPass
-from glm53.kv.passes import ExtentPiece, Pass, PassRows, RowLayout
+from glm53.kv.passes import Pass, PassRows, RowLayout, extent_spans
 from glm53.mem.extents import ExtentPool
 from glm53.mem.history import COPY_ROWS, CopyBatch, History, Rollback
 from glm53.mem.pool import Life
@@ -50,9 +50,13 @@ class HostTierConfig:
     host_bytes: int = 0  # page-locked at start; 0: grows chunk by chunk
     chunk_bytes: int = 256 << 20
     method: str = "register"  # how host memory is page-locked: register or hostmalloc
-    copy_back: str = "copy2d"  # or "kernel"
-    fetch: str = "kernel"  # or "copy": the host gathers missed rows (where kernels cannot read host memory)
+    fetch: str = "kernel"  # or "copy": the host gathers missed rows (where kernels cannot read and write host memory)
+    copy_back: str | None = None  # "kernel" or "copy2d"; None: by kernel where misses are fetched by kernel
     first_round: int = 1  # round tag of new sessions; tests start near the wrap
+
+    @property
+    def copies_by_kernel(self) -> bool:
+        return (self.copy_back or self.fetch) == "kernel"
 
     @property
     def ring_rows(self) -> int:
@@ -114,7 +118,7 @@ class HostTier:
     ):
         self.device, self.stream, self.layout, self.config = device, stream, layout, config
         self.rows_max = config.rows_max
-        self.shape = layout.extent_shape(config.extent_rows)
+        self.shape = layout.host_shape(config.extent_rows)
         self.sessions: dict[int, Session] = {}
         self._free_slots = list(range(config.sessions_max - 1, -1, -1))
         self._undrained = False  # a failed call may have left work on a stream that no other stream waits for
@@ -142,6 +146,8 @@ class HostTier:
         self.tables = make(DType.U64, (config.sessions_max, extents), "tables")
         self.states = make(DType.U8, (config.sessions_max, hotcache.STATE_BYTES), "tables")
         groups = len(layout.groups)
+        self.group_planes = make(DType.U32, (groups, 2), "tables")
+        self.group_planes.upload(np.array([(group[0], len(group)) for group in layout.groups], np.uint32), self.stream)
         self.slot_tables = hotcache.SlotTables.make(device, config.sessions_max, groups, config.rows_max, config.slots, category="slot maps")
         owned.callback(self.slot_tables.free)
         for slot in range(config.sessions_max):
@@ -237,24 +243,39 @@ class HostTier:
                 return StreamPass(self, session, rows, attend)
         return StepPass(self, rows)
 
-    def adopt(self, slot: int, rows: int, piece: ExtentPiece) -> None:
-        """See `Tier`. The cache starts cold."""
-        session, shape = self.sessions[slot], self.shape
-        assert session.rows == 0, f"adopt: the history has {session.rows} rows"
+    def export(self, slot: int, first: int, target: np.ndarray) -> None:
+        """See `Tier`. Uses neither device nor streams."""
+        session, rows = self.sessions[slot], target.shape[1]
+        assert first + rows <= session.history.committed_rows, f"export to row {first + rows}, {session.history.committed_rows} are committed"
+        for extent, row, count, done in extent_spans(first, rows, self.shape.extent_rows):
+            for planes, view in self._host_planes(session.history.addresses[extent]):
+                target[planes, done : done + count] = view[:, row : row + count]
+
+    def adopt(self, slot: int, data: np.ndarray, rows_max: int) -> None:
+        """See `Tier`. The cache stays cold."""
+        session, first, rows = self.sessions[slot], self.rows(slot), data.shape[1]
         self.ready([slot])
-        self.reserve(session, rows)
-        for first in range(0, rows, shape.extent_rows):
-            count = min(rows - first, shape.extent_rows)
-            extent = self.host.view(session.history.addresses[first // shape.extent_rows], shape.extent_bytes)
-            extent.reshape(shape.planes, shape.extent_rows, shape.row_bytes)[:, :count] = piece(first, count)
+        missing = self.shape.extents_for(rows_max) - session.history.reserved_rows // self.shape.extent_rows - self.pool.free
+        if missing > 0:
+            self.host.prepare(missing * self.shape.extent_bytes, None)  # chunk by chunk, several at a time
+        self.reserve(session, max(rows_max, first + rows))
         try:
             if session.full:
                 self.leave_full(session)
+            for extent, row, count, done in extent_spans(first, rows, self.shape.extent_rows):
+                for planes, view in self._host_planes(session.history.addresses[extent]):
+                    view[:, row : row + count] = data[planes, done : done + count]
             session.history.bypass(rows)
             self.upload_states(session)
         except BaseException:
-            self.drop(slot, session.rows)
+            self.drop(slot, first)
             raise
+
+    def _host_planes(self, address: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """The bytes of an extent by selection group: (planes, [planes, extent_rows, row_bytes] u8 view)."""
+        for group, view in enumerate(self.shape.views(self.host.view(address, self.shape.extent_bytes))):
+            first = self.shape.first_plane(group)
+            yield slice(first, first + view.shape[1]), view.swapaxes(0, 1)
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows: waits for copies of the others, makes their slots unfindable in stream order. Done also where it raises."""
@@ -350,6 +371,11 @@ class HostTier:
 
     # Used by the passes
 
+    def outgrows(self, slot: int, rows: int) -> bool:
+        """Whether a history that lies in its hot buffer as a whole would not with so many more rows."""
+        session = self.sessions[slot]
+        return session.full and session.history.rows + rows > self.config.hot_rows
+
     def reserve(self, session: Session, row_count: int) -> None:
         """Extents for `row_count` rows; page-locks another chunk of host memory when there are none. DeviceMemoryError leaves all as it was."""
         if row_count > self.config.rows_max:
@@ -436,7 +462,7 @@ class HostTier:
             event.close()
 
     def copy_out(self, session: Session, batches: list[CopyBatch]) -> None:
-        """Enqueues the copies of some batches, each one strided operation for all planes, after what the main stream has enqueued."""
+        """Enqueues the copies of some batches, each one launch or one strided copy a plane, after what the main stream has enqueued."""
         if not batches:
             return
         self.order(self.stream, self.copy_stream)
@@ -444,23 +470,31 @@ class HostTier:
         for batch in batches:
             source = session.hot.address + batch.first % ring * row_bytes
             extent = session.history.addresses[batch.first // self.shape.extent_rows]
-            target = extent + batch.first % self.shape.extent_rows * row_bytes
-            length = (batch.last - batch.first) * row_bytes
-            if self.config.copy_back == "copy2d":
-                home = self.host.host_address(target)
-                self.copy_stream.copy_2d(home, self.shape.plane_bytes, source, self.hot_plane_bytes, length, self.layout.planes)
-            else:
-                rows.copy_planes(
+            if self.config.copies_by_kernel:
+                rows.copy_back(
                     self.copy_stream,
                     source,
-                    target,
+                    extent,
+                    self.group_planes,
+                    self.shape,
                     source_plane_bytes=self.hot_plane_bytes,
-                    target_plane_bytes=self.shape.plane_bytes,
-                    length_bytes=length,
-                    planes=self.layout.planes,
+                    first_row=batch.first % self.shape.extent_rows,
+                    rows=batch.last - batch.first,
                 )
+            else:
+                self._copy_planes_out(source, self.host.host_address(extent), batch)
             session.copies.append((batch, self.mark(self.copy_stream)))
             session.history.copy_enqueued(batch)
+
+    def _copy_planes_out(self, source: int, home: int, batch: CopyBatch) -> None:
+        """One strided copy a plane, where kernels cannot write host memory. home: host address of the batch's extent."""
+        row_bytes = self.layout.row_bytes
+        for index, layers in enumerate(self.layout.groups):
+            place = self.shape.place(index)
+            for plane in layers:
+                target = home + place.row_offset(batch.first, plane)
+                from_plane = source + plane * self.hot_plane_bytes
+                self.copy_stream.copy_2d(target, place.stride_bytes, from_plane, row_bytes, row_bytes, batch.last - batch.first)
 
     def poll(self, session: Session) -> None:
         """Takes note of copies that have completed, without waiting."""

@@ -6,13 +6,14 @@ Making one touches no device; `start` enqueues what comes before the first layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from glm53.hip import Array, Buffer, Event, Stream
 from glm53.kv.passes import PassRows
+from glm53.mem.extents import GroupPlace
 from glm53.mem.pool import Life
 from glm53.ops import hotcache, rows
 from glm53.spec import DType, Offsets
@@ -63,7 +64,7 @@ class StepPass:
     def offsets(self, layer: int) -> Offsets:
         tier = self.tier
         staging = tier.staging.address + (layer - self.leader) * tier.staging_plane_bytes
-        return (layer * tier.hot_plane_bytes, layer * tier.shape.plane_bytes, staging, 0)
+        return (layer * tier.hot_plane_bytes, 0, staging, 0)
 
     def before_store(self, layer: int) -> None:
         pass
@@ -84,7 +85,7 @@ class StepPass:
             group,
             plan,
             tier.fetch_list,
-            tier.shape,
+            tier.shape.place(group),
             tier.config.ring_rows,
         )
         if not self.fetches:
@@ -128,7 +129,7 @@ class StepPass:
             followers.close()
 
 
-def fetch_misses(tier: HostTier, stream: Stream, round_starts: Array, planes: range, leader: int, source_plane_bytes: int = 0) -> None:
+def fetch_misses(tier: HostTier, stream: Stream, round_starts: Array, planes: range, leader: int) -> None:
     """Copies the rows of the tier's fetch list into slots and staging rows; `leader` is the first layer of their group."""
     rows.fetch(
         stream,
@@ -137,7 +138,6 @@ def fetch_misses(tier: HostTier, stream: Stream, round_starts: Array, planes: ra
         planes=planes,
         staging=tier.staging,
         staging_plane_first=leader,
-        source_plane_bytes=source_plane_bytes or tier.shape.plane_bytes,
         hot_plane_bytes=tier.hot_plane_bytes,
         staging_plane_bytes=tier.staging_plane_bytes,
         row_bytes=tier.layout.row_bytes,
@@ -155,19 +155,18 @@ def gather_misses(tier: HostTier, round_starts: Array, first_rows: Sequence[int]
     wanted = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=False)])
     if not len(wanted):
         return
-    gathered = np.empty((len(planes), len(wanted), row_bytes), np.uint8)
+    stretch_bytes = len(planes) * row_bytes
+    gathered = np.empty((len(wanted), stretch_bytes), np.uint8)
     for at, index in enumerate(wanted):
-        for plane in planes:
-            gathered[plane - planes.start, at] = tier.host.view(int(sources[index]) + plane * tier.shape.plane_bytes, row_bytes)
+        gathered[at] = tier.host.view(int(sources[index]) + planes.start * row_bytes, stretch_bytes)
     bounce = tier.blocks.lend(gathered.nbytes, Life.TEMPORARY, "staging")
-    plane_bytes = len(wanted) * row_bytes
     try:
         Array(bounce, DType.U8, gathered.shape).upload(gathered, tier.stream)
         moved = np.zeros_like(sources)
-        first_plane = bounce.address - planes.start * plane_bytes
-        moved[wanted] = (first_plane + np.arange(len(wanted)) * row_bytes).astype(np.uint64)
+        plane_0 = (bounce.address - planes.start * row_bytes) % (1 << 64)
+        moved[wanted] = np.uint64(plane_0) + np.arange(len(wanted), dtype=np.uint64) * np.uint64(stretch_bytes)
         tier.fetch_list.sources.upload(moved, tier.stream)
-        fetch_misses(tier, tier.stream, round_starts, planes, planes.start, source_plane_bytes=plane_bytes)
+        fetch_misses(tier, tier.stream, round_starts, planes, planes.start)
         tier.stream.synchronize()
     finally:
         tier.blocks.put_back(bounce)
@@ -254,25 +253,40 @@ class StreamPass:
         if brings and tier.config.fetch == "copy":
             self._bring_by_copies(layer)
         elif brings:
-            rows.gather_plane(
-                tier.side_stream,
-                tier.tables.slice(self.session.slot, self.session.slot + 1),
-                self.buffers[layer % 2],
-                plane_offset_bytes=layer * tier.shape.plane_bytes,
-                rows=self.start_row,
-                extent_rows=tier.shape.extent_rows,
-                row_bytes=tier.layout.row_bytes,
-            )
+            rows.gather_plane(tier.side_stream, self._table, self.buffers[layer % 2], rows=self.start_row, **self._plane(layer))
         self.ready[layer % 2] = tier.mark(tier.side_stream)
 
+    def _place(self, layer: int) -> GroupPlace:
+        return self.tier.shape.place(self.tier.layout.group_of(layer))
+
+    @property
+    def _table(self) -> Array:
+        return self.tier.tables.slice(self.session.slot, self.session.slot + 1)
+
+    def _plane(self, layer: int) -> dict[str, int]:
+        """Where a layer's rows lie in extents, as the kernels take it."""
+        place = self._place(layer)
+        return {
+            "plane_offset_bytes": place.row_offset(0, layer),
+            "stride_bytes": place.stride_bytes,
+            "extent_rows": place.extent_rows,
+            "row_bytes": place.row_bytes,
+        }
+
     def _bring_by_copies(self, layer: int) -> None:
-        """One copy an extent, where kernels cannot read host memory."""
-        tier, row_bytes = self.tier, self.tier.layout.row_bytes
-        for index, extent in enumerate(self.session.history.addresses[: tier.shape.extents_for(self.start_row)]):
-            first = index * tier.shape.extent_rows
-            length = (min(self.start_row, first + tier.shape.extent_rows) - first) * row_bytes
-            source = tier.host.host_address(extent + layer * tier.shape.plane_bytes)
-            tier.side_stream.copy(self.buffers[layer % 2].address + first * row_bytes, source, length)
+        """One strided copy an extent, where kernels cannot read host memory."""
+        tier, place, buffer = self.tier, self._place(layer), self.buffers[layer % 2].address
+        for first, last, home in self._pieces(layer, 0, self.start_row):
+            tier.side_stream.copy_2d(buffer + first * place.row_bytes, place.row_bytes, home, place.stride_bytes, place.row_bytes, last - first)
+
+    def _pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first row, last row + 1, host address of its first row) of each extent that holds rows [first, stop) of a layer."""
+        place, addresses = self._place(layer), self.session.history.addresses
+        while first < stop:
+            index = first // place.extent_rows
+            last = min(stop, (index + 1) * place.extent_rows)
+            yield first, last, self.tier.host.host_address(addresses[index] + place.row_offset(first, layer))
+            first = last
 
     def offsets(self, layer: int) -> Offsets:
         return (0, 0, 0, self.buffers[layer % 2].address)
@@ -296,13 +310,13 @@ class StreamPass:
             target = self.session.hot.address + layer * tier.hot_plane_bytes + (tier.config.ring_rows + slot) * row_bytes
             tier.stream.copy(target, buffer + first * row_bytes, (last - first) * row_bytes)
         tier.order(tier.stream, tier.side_stream)
-        first, extent_rows = self.start_row, tier.shape.extent_rows
-        addresses = self.session.history.addresses
-        while first < self.stop:
-            last = min(self.stop, (first // extent_rows + 1) * extent_rows)
-            target = addresses[first // extent_rows] + layer * tier.shape.plane_bytes + first % extent_rows * row_bytes
-            tier.side_stream.copy(tier.host.host_address(target), buffer + first * row_bytes, (last - first) * row_bytes)
-            first = last
+        if tier.config.copies_by_kernel:
+            count = self.stop - self.start_row
+            rows.scatter_plane(tier.side_stream, self._table, self.buffers[layer % 2], first=self.start_row, rows=count, **self._plane(layer))
+        else:
+            stride = self._place(layer).stride_bytes
+            for first, last, home in self._pieces(layer, self.start_row, self.stop):
+                tier.side_stream.copy_2d(home, stride, buffer + first * row_bytes, row_bytes, row_bytes, last - first)
         if layer + 2 < tier.layout.planes:
             self._bring(layer + 2)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+
 from glm53.hip import Array, Device, Stream
+from glm53.kv.passes import extent_spans
 from glm53.kv.store import RowStore
 from glm53.mem.extents import ExtentPool, ExtentShape
 from glm53.spec import WHOLE, Shard
@@ -55,6 +60,34 @@ class KeyStore:
         before = self._rows[slot]
         self._store.advance(slot, self._of_side(before + rows) - self._of_side(before))
         self._rows[slot] = before + rows
+
+    def export(self, slot: int, first: int, target: np.ndarray) -> None:
+        """Copies the side's keys of rows from `first` on into target [planes, rows, key_bytes] u8, and leaves the others as they are. Waits."""
+        for row, start, count in self._side_spans(first, target.shape[1]):
+            piece = np.empty((self.shape.planes, count, self.shape.row_bytes), np.uint8) if count < target.shape[1] else target
+            self._store.export(slot, row, piece)
+            if piece is not target:
+                target[:, start : start + count] = piece
+
+    def adopt(self, slot: int, data: np.ndarray, rows_max: int) -> None:
+        """Appends keys that come from the host, data [planes, rows, key_bytes] u8 of all rows; room for `rows_max` rows in all is made first. Waits.
+        If it raises, no row was added."""
+        before, rows = self._rows[slot], data.shape[1]
+        self.reserve(slot, max(rows_max, before + rows))
+        try:
+            for _, start, count in self._side_spans(before, rows):
+                self._store.adopt(slot, np.ascontiguousarray(data[:, start : start + count]))
+        except BaseException:
+            self._store.truncate(slot, self._of_side(before))
+            raise
+        self._rows[slot] = before + rows
+
+    def _side_spans(self, first: int, rows: int) -> Iterator[tuple[int, int, int]]:
+        """The side's among `rows` rows from `first` on: (row as the store below counts, how many of all rows came before, count)."""
+        for extent, row, count, done in extent_spans(first, rows, self.shape.extent_rows):
+            turn, side = divmod(extent, self.shard.count)
+            if side == self.shard.index:
+                yield turn * self.shape.extent_rows + row, done, count
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows."""

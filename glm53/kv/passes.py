@@ -7,14 +7,14 @@ the rows are written to `refs`, on a full layer `plan`, then `before_attention`,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from glm53.hip import Array
-from glm53.mem.extents import ExtentShape
+from glm53.mem.extents import ExtentShape, GroupedShape
 from glm53.spec import Offsets, RowFormat
 
 
@@ -36,7 +36,12 @@ class RowLayout:
         return sum(len(group) for group in self.groups)
 
     def extent_shape(self, extent_rows: int) -> ExtentShape:
+        """Extents of device memory."""
         return ExtentShape(extent_rows, self.planes, self.row_bytes)
+
+    def host_shape(self, extent_rows: int) -> GroupedShape:
+        """Extents of host memory."""
+        return GroupedShape(extent_rows, self.planes, self.row_bytes, tuple(len(group) for group in self.groups))
 
     def group_of(self, layer: int) -> int:
         """Index of the group that a layer belongs to."""
@@ -83,8 +88,14 @@ class Pass(Protocol):
         """The pass failed, in `finish` at the latest: its rows are dropped and nothing it brought in is ever found."""
 
 
-# piece(first, count): rows [first, first + count) of one extent, [planes, count, row_bytes] u8.
-ExtentPiece = Callable[[int, int], np.ndarray]
+def extent_spans(first: int, count: int, extent_rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """Rows [first, first + count) extent by extent: (extent, first row in it, rows, how many rows came before)."""
+    done = 0
+    while done < count:
+        extent, row = divmod(first + done, extent_rows)
+        rows = min(extent_rows - row, count - done)
+        yield extent, row, rows, done
+        done += rows
 
 
 class Tier(Protocol):
@@ -105,8 +116,12 @@ class Tier(Protocol):
     def begin(self, rows: PassRows, prefill: bool, attend: bool = True) -> Pass:
         """A pass for these rows. attend: False if nothing is read through a plan, so that earlier rows need not be brought in."""
 
-    def adopt(self, slot: int, rows: int, piece: ExtentPiece) -> None:
-        """Rows [0, rows) of an empty history come from elsewhere, extent by extent, and are settled when this returns."""
+    def export(self, slot: int, first: int, target: np.ndarray) -> None:
+        """Copies settled rows from `first` on to the host: target [planes, rows, row_bytes] u8, contiguous."""
+
+    def adopt(self, slot: int, data: np.ndarray, rows_max: int) -> None:
+        """Appends rows that come from elsewhere, data [planes, rows, row_bytes] u8, contiguous; they are settled when this returns. The history is
+        settled, and will have `rows_max` rows in the end, for which there is room after the first call. If it raises, no row was added."""
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows, also where it raises."""

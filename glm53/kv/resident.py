@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from glm53.hip import Array, Device, Stream
-from glm53.kv.passes import ExtentPiece, PassRows, RowLayout
+from glm53.kv.passes import PassRows, RowLayout
 from glm53.kv.store import RowStore
 from glm53.mem.extents import ExtentPool
 from glm53.ops import hotcache
@@ -44,20 +44,12 @@ class ResidentTier:
         made.start()
         return made
 
-    def adopt(self, slot: int, rows: int, piece: ExtentPiece) -> None:
-        store, shape = self.store, self.store.shape
-        assert store.rows(slot) == 0, f"adopt: the history has {store.rows(slot)} rows"
-        store.reserve(slot, rows)
-        for index, address in enumerate(store.addresses(slot)):
-            first = index * shape.extent_rows
-            count = min(rows - first, shape.extent_rows)
-            if count <= 0:
-                break
-            data = np.ascontiguousarray(piece(first, count))
-            for plane in range(shape.planes):
-                self.stream.copy(address + plane * shape.plane_bytes, data[plane].ctypes.data, count * shape.row_bytes)
-            self.stream.synchronize()
-        store.advance(slot, rows)
+    def export(self, slot: int, first: int, target: np.ndarray) -> None:
+        self.store.export(slot, first, target)
+
+    def adopt(self, slot: int, data: np.ndarray, rows_max: int) -> None:
+        self.store.reserve(slot, max(rows_max, self.store.rows(slot) + data.shape[1]))
+        self.store.adopt(slot, data)
 
     def truncate(self, slot: int, rows: int) -> None:
         self.store.truncate(slot, rows)

@@ -1,13 +1,14 @@
 """What the tiers do for a decode step: bookkeeping around it on the host, and the memory that its kernels are recorded with.
 
 A step is recorded once and replayed (docs/decisions/0004-step-graph.md), so everything a kernel is given here stays valid as long as the tier:
-what changes lies in device memory. `begin` and `finish` stand around each replay, on the host; between them the step is enqueued.
+what changes lies in device memory. `begin` and `ended` stand around each replay, on the host; between them the step is enqueued. `accept` follows at
+once, or when the host knows how many of its rows stay.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,19 +80,22 @@ class TierStep(Protocol):
         """Finds the rows that the full layer `layer` has selected for its group: plan[r, i] says where row selected[r, i] lies."""
 
     def fetch(self, layer: int, row_count: int) -> FetchPart | None:
-        """Brings the misses of one layer."""
+        """Brings the misses of a layer, and of further ones of its group; None if nothing is left to bring for it. Asked for each layer in turn."""
 
     def gather(self, layer: int, row_count: int) -> None:
         """Where `gathers_on_host`: brings the misses of all layers of the group of `layer`; waits for the device."""
 
     def begin(self, runs: Runs) -> None:
-        """Room for the rows; raises with the histories as they were (see the tiers for what a failure leaves)."""
+        """Room for the rows. If it raises, `abandon` comes next."""
 
-    def finish(self, runs: Runs) -> None:
-        """The step is enqueued: its rows belong to their sessions. If it raises, none of them do."""
+    def ended(self, runs: Runs) -> None:
+        """The step is enqueued; its last kernel moves the sessions' rounds on."""
 
-    def abandon(self, runs: Runs) -> None:
-        """The step failed: its rows are dropped."""
+    def accept(self, runs: Runs) -> None:
+        """So many rows of an enqueued step belong to their sessions. If it raises, none of them do."""
+
+    def abandon(self, rows: Mapping[int, int]) -> None:
+        """The step failed, wherever: the sessions have so many rows."""
 
 
 class ResidentStep:
@@ -122,12 +126,16 @@ class ResidentStep:
         for session, count in runs:
             self.store.reserve(session, self.store.rows(session) + count)
 
-    def finish(self, runs: Runs) -> None:
+    def ended(self, runs: Runs) -> None:
+        pass
+
+    def accept(self, runs: Runs) -> None:
         for session, count in runs:
             self.store.advance(session, count)
 
-    def abandon(self, runs: Runs) -> None:
-        pass  # rows that no history counts are overwritten by the next step
+    def abandon(self, rows: Mapping[int, int]) -> None:
+        for session, count in rows.items():
+            self.store.truncate(session, count)
 
 
 class HostStep:
@@ -140,8 +148,7 @@ class HostStep:
         self.gathers_on_host = tier.config.fetch == "copy"
         rounds_max = step_rows.round_sessions.shape[0]
         self.arrivals = Array.from_numpy(tier.device, np.zeros((rounds_max, ARRIVAL_WORDS), np.uint32), category="workspace")
-        self._before: dict[int, int] = {}
-        self._first_rows: list[int] = []
+        self._first_rows = list(range(rounds_max))  # first query row of each round; as `begin` has it, else one row a round
 
     def _group(self, layer: int) -> int:
         return self.tier.layout.group_of(layer)
@@ -150,7 +157,7 @@ class HostStep:
         tier = self.tier
         leader = tier.layout.groups[self._group(layer)][0]
         staging = tier.staging.address + (layer - leader) * tier.staging_plane_bytes
-        return (layer * tier.hot_plane_bytes, layer * tier.shape.plane_bytes, staging, 0)
+        return (layer * tier.hot_plane_bytes, 0, staging, 0)
 
     def plan(self, layer: int, selected: Array, counts: Array, plan: Array) -> GivePart:
         tier, row_count = self.tier, selected.shape[0]
@@ -164,25 +171,27 @@ class HostStep:
             HotPlace(tier.states, tier.slot_tables, self._group(layer), tier.config.ring_rows, tier.layout.row_bytes),
             plan,
             tier.fetch_list,
-            tier.shape,
+            tier.shape.place(self._group(layer)),
             self.arrivals,
         )
         return GivePart(args, row_count)
 
     def fetch(self, layer: int, row_count: int) -> FetchPart | None:
-        if self.gathers_on_host:
-            return None
+        """The leader's misses beside its absorption, those of all followers, which lie in one stretch, beside the leader's o."""
         tier, rounds = self.tier, self.rows.rounds(row_count)
+        layers = tier.layout.groups[self._group(layer)]
+        if self.gathers_on_host or layer > layers[0] + 1:
+            return None
         places = rows.FetchPlanes(
             tier.staging,
-            tier.layout.groups[self._group(layer)][0],
-            tier.shape.plane_bytes,
+            layers[0],
             tier.hot_plane_bytes,
             tier.staging_plane_bytes,
             tier.layout.row_bytes,
         )
         starts = self.rows.round_starts.slice(0, rounds + 1)
-        args = rows.fetch_list_args(tier.fetch_list, starts, range(layer, layer + 1), places, tier.config.topk, FETCH_BLOCKS)
+        planes = range(layer, layer + 1) if layer == layers[0] else range(layer, layers[-1] + 1)
+        args = rows.fetch_list_args(tier.fetch_list, starts, planes, places, tier.config.topk, FETCH_BLOCKS)
         return FetchPart(args, FETCH_BLOCKS, rounds)
 
     def gather(self, layer: int, row_count: int) -> None:
@@ -193,33 +202,30 @@ class HostStep:
     def begin(self, runs: Runs) -> None:
         tier = self.tier
         tier.ready([slot for slot, _ in runs])
-        self._before = {slot: tier.rows(slot) for slot, _ in runs}
         self._first_rows = [0, *itertools.accumulate(count for _, count in runs)][:-1]
         for slot, count in runs:
             session = tier.sessions[slot]
             tier.poll(session)
             tier.reserve(session, session.rows + count)
         tier.grow_ahead()
-        try:
-            for slot, count in runs:
-                session = tier.sessions[slot]
-                if session.full and session.history.rows + count > tier.config.hot_rows:
-                    tier.leave_full(session)
-                tier.make_room(session, count)
-        except BaseException:
-            self.abandon(runs)
-            raise
-
-    def finish(self, runs: Runs) -> None:
         for slot, count in runs:
-            session = self.tier.sessions[slot]
-            self.tier.next_round(session)
-            self.tier.written(session, count)
+            session = tier.sessions[slot]
+            if session.full and session.history.rows + count > tier.config.hot_rows:
+                tier.leave_full(session)
+            tier.make_room(session, count)
 
-    def abandon(self, runs: Runs) -> None:
-        self.tier.stream.fill(self.arrivals.address, 0, self.arrivals.nbytes)  # a launch may have failed half way
+    def ended(self, runs: Runs) -> None:
         for slot, _ in runs:
-            self.tier.drop(slot, self._before[slot])
+            self.tier.next_round(self.tier.sessions[slot])
+
+    def accept(self, runs: Runs) -> None:
+        for slot, count in runs:
+            self.tier.written(self.tier.sessions[slot], count)
+
+    def abandon(self, rows: Mapping[int, int]) -> None:
+        self.tier.stream.fill(self.arrivals.address, 0, self.arrivals.nbytes)  # a launch may have failed half way
+        for slot, count in rows.items():
+            self.tier.drop(slot, count)
 
 
 def step_of(tier: HostTier | ResidentTier, step_rows: StepRows) -> TierStep:

@@ -12,6 +12,7 @@ import numpy as np
 
 from glm53.errors import DeviceMemoryError, InputError
 from glm53.hip import Array, Buffer, Device, Stream
+from glm53.kv.passes import extent_spans
 from glm53.mem.extents import ExtentPool, ExtentShape
 from glm53.mem.history import History, OutOfExtents
 from glm53.spec import DType
@@ -88,6 +89,31 @@ class RowStore:
     def advance(self, slot: int, rows: int) -> None:
         """`rows` rows were (or are, in stream order, about to be) written behind the present ones."""
         self._histories[slot].advance(rows)
+
+    def export(self, slot: int, first: int, target: np.ndarray) -> None:
+        """Copies rows from `first` on to the host, after what `stream` has enqueued, and waits: target [planes, rows, row_bytes] u8, contiguous."""
+        assert first + target.shape[1] <= self.rows(slot), f"export to row {first + target.shape[1]} of {self.rows(slot)}"
+        self._copy(slot, first, target, to_host=True)
+
+    def adopt(self, slot: int, data: np.ndarray) -> None:
+        """Appends rows that come from the host, data [planes, rows, row_bytes] u8, contiguous, into reserved room. Waits. If it raises, no row was
+        added."""
+        self._copy(slot, self.rows(slot), data, to_host=False)
+        self.advance(slot, data.shape[1])
+
+    def _copy(self, slot: int, first: int, data: np.ndarray, to_host: bool) -> None:
+        """Rows between extents and a contiguous array: one strided copy an extent."""
+        shape, addresses = self.shape, self._histories[slot].addresses
+        planes, rows, row_bytes = data.shape
+        assert (planes, row_bytes) == (shape.planes, shape.row_bytes) and data.flags.c_contiguous, f"rows {data.shape} for {shape}"
+        try:
+            for extent, row, count, done in extent_spans(first, rows, shape.extent_rows):
+                device = (addresses[extent] + row * row_bytes, shape.plane_bytes)
+                host = (data.ctypes.data + done * row_bytes, rows * row_bytes)
+                target, source = (host, device) if to_host else (device, host)
+                self.stream.copy_2d(target[0], target[1], source[0], source[1], count * row_bytes, planes)
+        finally:
+            self.stream.synchronize()  # the array is the caller's again, whatever happened
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows. Kernels on `stream` may still work on the rows behind: whoever gets their extents writes after them."""

@@ -1,7 +1,7 @@
 """Extents: the unit in which history memory is handed out.
 
-An extent holds `extent_rows` rows of `planes` planes, plane-major. Extents are cut from slabs whose addresses the binding supplies;
-this module only counts. They are shared by reference counts, so that a fork or a common prefix costs no copy.
+An extent holds `extent_rows` rows of `planes` planes, plane-major on a device, group-major in host memory. Extents are cut from slabs whose addresses
+the binding supplies; this module only counts. They are shared by reference counts, so that a fork or a common prefix costs no copy.
 
 Invariants (`ExtentPool.check` proves them):
 - every extent is either free (count 0, in the heap of free ids once) or in use (count >= 1, not in the heap);
@@ -28,8 +28,8 @@ ExtentIds = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class ExtentShape:
-    """Layout of one extent: row r of plane l lies at (l * extent_rows + r) * row_bytes."""
+class ExtentSize:
+    """What an extent holds, however its rows lie."""
 
     extent_rows: int
     planes: int
@@ -45,20 +45,71 @@ class ExtentShape:
     def extent_bytes(self) -> int:
         return self.extent_rows * self.planes * self.row_bytes
 
-    @property
-    def plane_bytes(self) -> int:
-        """Distance in bytes between the same row of two neighbouring planes."""
-        return self.extent_rows * self.row_bytes
-
     def extents_for(self, rows: int) -> int:
         """Extents that hold `rows` rows."""
         return -(-rows // self.extent_rows)
 
 
+@dataclass(frozen=True)
+class ExtentShape(ExtentSize):
+    """A plane-major extent: row r of plane l lies at (l * extent_rows + r) * row_bytes."""
+
+    @property
+    def plane_bytes(self) -> int:
+        """Distance in bytes between the same row of two neighbouring planes."""
+        return self.extent_rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """The rows of one selection group in group-major extents: plane l of row p lies offset_bytes + p % extent_rows * stride_bytes + l * row_bytes
+    behind the start of its extent. l counts all planes, not those of the group: offset_bytes is that of a plane 0 which may be another group's.
+    """
+
+    extent_rows: int
+    row_bytes: int
+    offset_bytes: int
+    stride_bytes: int
+
+    def row_offset(self, position: int, plane: int) -> int:
+        """Bytes from the start of its extent to row `position` of `plane`, which is one of this group's."""
+        return self.offset_bytes + position % self.extent_rows * self.stride_bytes + plane * self.row_bytes
+
+
+@dataclass(frozen=True)
+class GroupedShape(ExtentSize):
+    """A group-major extent: the selection groups one after the other, each [extent_rows, planes of the group, row_bytes].
+
+    What a round fetches of a position lies in one stretch. groups: planes of each, in order of the planes. A group of one plane lies as in a
+    plane-major extent.
+    """
+
+    groups: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.groups, default=0) < 1 or sum(self.groups) != self.planes:
+            raise ValueError(f"groups of {self.groups} planes, wanted at least one each and {self.planes} together")
+
+    def first_plane(self, group: int) -> int:
+        return sum(self.groups[:group])
+
+    def place(self, group: int) -> GroupPlace:
+        first = self.first_plane(group)
+        # The group begins at extent_rows * first rows; its plane `first` is the first of each row.
+        return GroupPlace(self.extent_rows, self.row_bytes, (self.extent_rows - 1) * first * self.row_bytes, self.groups[group] * self.row_bytes)
+
+    def views(self, extent: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of an extent as [extent_rows, planes, row_bytes] of each group."""
+        ends = np.cumsum(self.groups)[:-1] * self.extent_rows * self.row_bytes
+        parts = np.split(extent, ends)
+        return [part.reshape(self.extent_rows, planes, self.row_bytes) for part, planes in zip(parts, self.groups, strict=True)]
+
+
 class ExtentPool:
     """Hands out extents of one shape, lowest id first, so that the same calls give the same addresses on every run."""
 
-    def __init__(self, shape: ExtentShape):
+    def __init__(self, shape: ExtentSize):
         self.shape = shape
         self._extents: npt.NDArray[Any] = np.zeros(0, compiled.EXTENT)
         self._heap: ExtentIds = np.zeros(0, np.int64)  # as long as there are extents; the first `_free` are the free ids
@@ -109,7 +160,7 @@ class ExtentPool:
         self._free += extents  # the new ids are above all others: appending them keeps the heap's order
 
     def address(self, extent: int) -> int:
-        """Device address of plane 0, row 0 of an extent in use."""
+        """Device address of an extent in use."""
         return int(self.addresses(_one(extent))[0])
 
     def addresses(self, extents: ExtentIds) -> npt.NDArray[np.uint64]:

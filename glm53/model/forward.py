@@ -11,7 +11,7 @@ Formulas and names: transformers 5.24.0 `glm_moe_dsa`, absorbed form of MLA atte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,12 +24,14 @@ from glm53.model.weights import DenseWeights, IndexerWeights, LayerWeights, MoeW
 from glm53.ops import attention, basic, experts, history, matmul, rows, selection
 from glm53.ops.exchange import Lists, Parts, Sums
 from glm53.ops.halves import join
+from glm53.ops.mtp import join_inputs
 from glm53.spec import DType, ModelSpec, Offsets, RowFormat, Space
 
 # Of the workspaces, what both sides of a pair compute alike.
 REPLICATED = ("x", "h", "qr", "index_q", "index_key", "index_gate", "selected", "counts", "router", "expert_ids", "expert_weights")
+MTP_SHAPES = (("hidden", 1), ("u", 1), ("joined", 2))  # multiples of the hidden size
 INDEX_NORM_EPS = 1e-6  # of the indexer's LayerNorm; fixed in every implementation
-Walk = Iterator[Passed]
+Walk = Generator[Passed, None, None]
 SCORE_BYTES_MAX = 64 << 20  # scores of one tile of query rows; bounds the indexer's memory whatever the context
 
 
@@ -71,7 +73,8 @@ class Forward:
     """Runs the main layers for a batch of rows, on one stream of one device.
 
     spec: of this device: a side of a pair has its heads, widths and vocabulary. weights: likewise. head(x, logits): a walk that writes the logits of
-    all the model's vocabulary. row_error [1] u32: raised by the row quantiser, of a pair the owner's.
+    all the model's vocabulary. row_error [1] u32: raised by the row quantiser, of a pair the owner's. terminal [sessions, hidden] T: hidden state of
+    each session's last row, where the weights have an MTP layer: its rows are stored as well (`mtp`).
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Forward:
         keys: KeyStore,
         head: Callable[[Array, Array], Walk],
         row_error: Array,
+        terminal: Array | None = None,
     ):
         self.device, self.stream, self.spec, self.weights, self.dtype = device, stream, spec, weights, dtype
         self.tier, self.key_store, self.shard = tier, keys, keys.shard
@@ -97,6 +101,9 @@ class Forward:
         columns = keys.side_rows_max
         self.score_rows = max(1, min(rows_max, SCORE_BYTES_MAX // (4 * columns)))
         self.scores = Array.empty(device, DType.F32, (self.score_rows, columns), category="workspace")
+        self.terminal = terminal
+        if terminal is not None:
+            self.mtp_work = Workspace(device, rows_max + 1, {name: (dtype, (spec.hidden_size * width,)) for name, width in MTP_SHAPES})
         if self.shard.count > 1:
             row_bytes = tier.layout.row_bytes
             packed_refs = np.arange(rows_max, dtype=np.uint64) * np.uint64(row_bytes) | np.uint64(Space.LINEAR)
@@ -159,6 +166,8 @@ class Forward:
         tier_pass = self.tier.begin(pass_rows, prefill=True)
         try:
             yield from self._layers(tier_pass, count, context=int(batch.positions.max()) + 1)
+            if self.terminal is not None:
+                yield from self._mtp_rows(tier_pass, self.terminal.slice(*(int(batch.sessions[0]) + i for i in (0, 1))), count)
             yield from self.head(cut("x").slice(count - 1, count), logits)
             tier_pass.finish()
         except BaseException:
@@ -166,16 +175,38 @@ class Forward:
             raise
 
     def _layers(self, tier_pass: Pass, count: int, context: int) -> Walk:
-        x, h, tokens = self.work.cut("x", count), self.work.cut("h", count), self.work.cut("tokens", count)
-        if self.shard.count == 1:
-            basic.embed(self.stream, tokens, self.weights.embed, x)
-        else:
-            basic.embed(self.stream, tokens, self.weights.embed, self.work.cut("x_part", count))
-            yield Parts(self.work.cut("x_part", count), x)
+        x, h = self.work.cut("x", count), self.work.cut("h", count)
+        yield from self._embed(x)
         for index, layer in enumerate(self.weights.layers):
             yield from self._attention(tier_pass, index, layer, count, context)
             basic.rms_norm(self.stream, x, layer.post_norm, h, self.spec.rms_norm_eps)
             yield from self._dense(layer.mlp, count) if isinstance(layer.mlp, DenseWeights) else self._experts(layer.mlp, count)
+
+    def _embed(self, x: Array) -> Walk:
+        """x [rows, hidden] of the pass's tokens."""
+        count = x.shape[0]
+        y = x if self.shard.count == 1 else self.work.cut("x_part", count)
+        basic.embed(self.stream, self.work.cut("tokens", count), self.weights.embed, y)
+        if self.shard.count > 1:
+            yield Parts(y, x)
+
+    def _mtp_rows(self, tier_pass: Pass, terminal: Array, count: int) -> Walk:
+        """Rows of the MTP layer, which nobody reads before a draft: history rows and index keys of each token and the hidden state before it.
+        terminal [1, hidden]: of the row before the pass; then of its last one."""
+        stream, spec, mtp, layer = self.stream, self.spec, self.weights.mtp, len(self.weights.layers)
+        assert mtp is not None and mtp.layer.indexer is not None
+        hidden, u, joined = (self.mtp_work.cut(name, rows) for name, rows in (("hidden", count + 1), ("u", count), ("joined", count)))
+        basic.rms_norm(stream, self.work.cut("x", count), self.weights.final_norm, hidden.slice(1, count + 1), spec.rms_norm_eps)
+        stream.copy(hidden.address, terminal.address, terminal.nbytes)
+        stream.copy(terminal.address, hidden.slice(count, count + 1).address, terminal.nbytes)
+        yield from self._embed(u)
+        join_inputs(stream, u, hidden.slice(0, count), mtp.enorm, mtp.hnorm, joined, spec.rms_norm_eps)
+        matmul.matmul(stream, joined, mtp.eh_proj, u)
+        basic.rms_norm(stream, u, mtp.layer.input_norm, self.work.cut("h", count), spec.rms_norm_eps)
+        yield from self._store(tier_pass, layer, mtp.layer, count)
+        self._append_keys(layer, mtp.layer.indexer, count)
+        tier_pass.before_attention(layer)
+        tier_pass.after_attention(layer)
 
     def _attention(self, tier_pass: Pass, index: int, layer: LayerWeights, count: int, context: int) -> Walk:
         """x += attention(norm(x)); on a full layer computes the selection that the shared layers after it reuse."""
@@ -252,12 +283,9 @@ class Forward:
         """Writes the rows' index keys, then the selection: positions, ascending. Sides of a pair score what they hold and merge the best of both."""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=count)
-        positions, sessions, key = cut("positions"), cut("sessions"), cut("index_key")
+        positions, sessions = cut("positions"), cut("sessions")
+        self._append_keys(index, indexer, count)
         plane = spec.index_plane[index]
-        matmul.matmul(stream, cut("h"), indexer.wk, key)
-        basic.layer_norm(stream, key, indexer.k_norm_weight, indexer.k_norm_bias, key, INDEX_NORM_EPS)
-        basic.rope(stream, cut("index_key", shape=(1, spec.index_head_dim)), positions, self.inv_freq, offset=0)
-        history.append(stream, key, self.key_store.tables, sessions, positions, self.key_store.shape, plane=plane, share=self.shard)
         scored = context > spec.index_topk  # below that every causal position is selected and no score is read
         query, gate = cut("index_q"), cut("index_gate")
         if scored:
@@ -289,6 +317,16 @@ class Forward:
                 selection.topk(stream, scores, tile(positions), tile(cut("selected")), tile(cut("counts")))
         if scored and self.shard.count > 1:
             yield Lists(cut("entries"), cut("entry_counts"), positions, cut("selected"), cut("counts"))
+
+    def _append_keys(self, index: int, indexer: IndexerWeights, count: int) -> None:
+        """Index keys of the rows whose normed hidden states stand in h."""
+        stream, spec, cut = self.stream, self.spec, partial(self.work.cut, rows=count)
+        positions, key = cut("positions"), cut("index_key")
+        matmul.matmul(stream, cut("h"), indexer.wk, key)
+        basic.layer_norm(stream, key, indexer.k_norm_weight, indexer.k_norm_bias, key, INDEX_NORM_EPS)
+        basic.rope(stream, key.reshape(count, 1, spec.index_head_dim), positions, self.inv_freq, offset=0)
+        plane, store = key_plane(spec, index), self.key_store
+        history.append(stream, key, store.tables, cut("sessions"), positions, store.shape, plane=plane, share=self.shard)
 
     def _activate(self, mlp: DenseWeights, count: int) -> Array:
         """silu(h gate) * (h up)"""
@@ -337,8 +375,13 @@ class Forward:
         yield from self._add_halves(count, down)
 
 
-def row_layout(spec: ModelSpec, row_format: RowFormat) -> RowLayout:
-    """Layout of the main layers' history rows: each full layer starts a selection group."""
+def key_plane(spec: ModelSpec, layer: int) -> int:
+    """Plane of a full layer's index keys; that of the MTP layer, which has the number behind the main layers', is the last."""
+    return spec.index_plane.get(layer, len(spec.full_layers))
+
+
+def row_layout(spec: ModelSpec, row_format: RowFormat, mtp: bool = False) -> RowLayout:
+    """Layout of the history rows: each full layer starts a selection group; with `mtp` the MTP layer is the last plane and a group of its own."""
     starts = [*spec.full_layers, spec.n_layers]
-    groups = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts))
+    groups = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts)) + (((spec.n_layers,),) if mtp else ())
     return RowLayout(row_format, spec.kv_lora_rank, spec.qk_rope_head_dim, groups)

@@ -13,7 +13,7 @@ import numpy as np
 
 from glm53.hip import Array, Device, Stream
 from glm53.kv import KeyStore, StepRows, TierStep
-from glm53.model.forward import INDEX_NORM_EPS, Walk, Workspace, inverse_frequencies
+from glm53.model.forward import INDEX_NORM_EPS, Walk, Workspace, inverse_frequencies, key_plane
 from glm53.model.pair import PairSide
 from glm53.model.weights import DenseWeights, LayerWeights, MoeWeights
 from glm53.ops import step, step_attention, step_experts, step_select
@@ -28,7 +28,8 @@ class LayerSteps:
     """Work memory of at most `rows_max` query rows, and the launches of any layer for them, on one stream of one device.
 
     layers: the main layers of this device. rows: where the query rows stand; tier: the tier's side of steps with these rows. counter [1] u32: steps
-    done. drawn: positions [draws, topk] i32 ascending that replace the indexer's selection, for benchmarks and tests. pair: what a side knows of its pair.
+    done. drawn: positions [draws, topk] i32 ascending that replace the indexer's selection, for benchmarks and tests. pair: what a side knows of its
+    pair. work: memory of another one to use in turn with it, for `project` and `store_rows` alone.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class LayerSteps:
         counter: Array,
         drawn: Array | None = None,
         pair: PairSide | None = None,
+        work: Workspace | None = None,
     ):
         self.stream, self.spec, self.layers, self.dtype = stream, spec, layers, dtype
         self.rows, self.tier, self.keys, self.counter = step_rows, tier, keys, counter
@@ -55,6 +57,9 @@ class LayerSteps:
         self.inv_freq = Array.from_numpy(device, inverse_frequencies(spec), category="workspace")
         self.halves = Halves.make(device, rows_max, spec.hidden_size) if dtype is DType.BF16 and pair is None else None
         self.router_arrivals = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
+        if work is not None:
+            self.work = work
+            return
         self.work = Workspace(device, rows_max, self._shapes() | ({} if pair is None else self._pair_shapes()))
         self.partials = step_attention.Partials.make(device, rows_max, spec.n_heads, spec.index_topk, spec.kv_lora_rank, category="workspace")
         self.selector = step_select.Selector.make(device, rows_max, keys.side_rows_max, spec.index_topk, category="workspace")
@@ -97,10 +102,6 @@ class LayerSteps:
         """Number of the MTP layer: behind the main layers."""
         return len(self.layers)
 
-    def _plane(self, index: int) -> int:
-        """Plane of a full layer's index keys; that of the MTP layer is the last."""
-        return self.spec.index_plane.get(index, len(self.spec.full_layers))
-
     def layer(self, index: int, layer: LayerWeights, row_count: int) -> Walk:
         """A whole layer: x of the rows becomes its output. On a full layer also the selection that the shared layers after it reuse."""
         self.project(layer, row_count)
@@ -133,7 +134,7 @@ class LayerSteps:
     def choose(self, index: int, layer: LayerWeights, row_count: int) -> Walk:
         """Scores every position and selects. Sides of a pair score what they hold and merge the best of both."""
         assert layer.indexer is not None
-        cut, keys, plane = partial(self.work.cut, rows=row_count), self.keys, self._plane(index)
+        cut, keys, plane = partial(self.work.cut, rows=row_count), self.keys, key_plane(self.spec, index)
         positions, sessions = self.rows.positions.slice(0, row_count), self.rows.sessions.slice(0, row_count)
         self.selector.score(
             self.stream, cut("index_q"), cut("index_gate"), keys.tables, sessions, positions, keys.shape, plane=plane, share=keys.shard
@@ -146,8 +147,9 @@ class LayerSteps:
         self.selector.topk(self.stream, positions, *lists, share=keys.shard, extent_rows=keys.shape.extent_rows)
         yield Lists(*lists, positions, cut("selected"), cut("counts"), drawn)
 
-    def attend(self, index: int, layer: LayerWeights, row_count: int) -> Walk:
-        """x += attention. A full layer has selected: its rows are looked up; any other one stores its history rows and reads by the plan there is."""
+    def attend(self, index: int, layer: LayerWeights, row_count: int, turn: int = 0) -> Walk:
+        """x += attention. A full layer has selected: its rows are looked up; any other one stores its history rows and reads by the plan there is.
+        turn: how often the layer has stored rows in this step before."""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=row_count)
         full = layer.indexer is not None
@@ -156,7 +158,7 @@ class LayerSteps:
         if full:
             self._from_qr(layer, segments, self.tier.plan(index, cut("selected"), cut("counts"), cut("plan")), row_count)
         else:
-            yield from self._with_rows(index, layer, segments, row_count)
+            yield from self._with_rows(index, layer, segments, row_count, turn)
         if full and self.tier.gathers_on_host:
             self.tier.gather(index, row_count)
         q = cut("q")
@@ -179,9 +181,9 @@ class LayerSteps:
         whole_k = self.model.n_heads * spec.v_head_dim
         yield from self._add(heads, layer.o, row_count, whole_k, self._fetch_ahead(index, row_count))
 
-    def _with_rows(self, index: int, layer: LayerWeights, segments: list[Segment], row_count: int) -> Walk:
+    def _with_rows(self, index: int, layer: LayerWeights, segments: list[Segment], row_count: int, turn: int = 0) -> Walk:
         """Products of the normed q_a output; beside them the history rows are stored, which pass from the owner to the peer."""
-        part = self._rows_part(index, layer, row_count)
+        part = self._rows_part(index, layer, row_count, turn)
         shard = self.keys.shard
         if shard.index == 0:
             self._from_qr(layer, segments, part, row_count)
@@ -203,7 +205,7 @@ class LayerSteps:
             part=part,
         )
 
-    def _rows_part(self, index: int, layer: LayerWeights, row_count: int) -> RowsPart:
+    def _rows_part(self, index: int, layer: LayerWeights, row_count: int, turn: int) -> RowsPart:
         """Finishes and stores the history rows of a layer, on a full layer the index keys too."""
         spec, indexer = self.spec, layer.indexer
         cut = partial(self.work.cut, rows=row_count)
@@ -224,9 +226,9 @@ class LayerSteps:
             key_tables=self.keys.tables,
             sessions=self.rows.sessions.slice(0, row_count),
             key_shape=self.keys.shape,
-            key_plane=self._plane(index) if indexer is not None else 0,
+            key_plane=key_plane(spec, index) if indexer is not None else 0,
             key_share=self.keys.shard,
-            mail=None if self.pair is None else self.pair.mail(index, self.counter),
+            mail=None if self.pair is None else self.pair.mail(index + turn, self.counter),
         )
 
     def _fetch_ahead(self, index: int, row_count: int) -> FetchPart | None:

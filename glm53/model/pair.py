@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from glm53.config import MTP_DEPTH_MAX
 from glm53.errors import Glm53Error, LinkError
 from glm53.hip import Array, Link, Stream
 from glm53.ops.exchange import Exchange, Lists, Parts, Request, Rows, Sums
 from glm53.ops.merge import words as list_words
 from glm53.ops.step import RowMail
-from glm53.ops.step_state import Record
 from glm53.spec import ModelSpec, Shard
 
 SIDES = (Shard(0, 2), Shard(1, 2))
+
+
+class StepRecord(Protocol):
+    """What both sides' records of a step are compared by."""
+
+    @property
+    def link_error(self) -> int: ...
+
+    @property
+    def tokens(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,11 @@ def numbered(walk: Iterable[Passed]) -> Iterator[tuple[int, Request]]:
             yield number, request
 
 
+def even(number: int) -> int:
+    """The next even number, of exchanges in a step: numbers then alternate between the two sets of a mailbox whatever steps follow each other."""
+    return number + number % 2
+
+
 @dataclass(frozen=True)
 class PairSide:
     """What a side knows of its pair. error [1] u32 on its device: number of an exchange that got no answer, or 0."""
@@ -55,9 +71,9 @@ class PairSide:
     def error(self) -> Array:
         return self.pair.steps.errors(self.shard.index)
 
-    def mail(self, layer: int, counter: Array) -> RowMail:
-        """How a layer's history rows pass from the owner to the peer in a step."""
-        return self.pair.steps.mail(self.shard.index, counter, self.spec.n_layers, layer)
+    def mail(self, index: int, counter: Array) -> RowMail:
+        """How history rows pass from the owner to the peer in a step: those of main layer `index`, from n_layers on those of the MTP layer."""
+        return self.pair.steps.mail(self.shard.index, counter, self.spec.n_layers + MTP_DEPTH_MAX, index)
 
     def enqueue(self, stream: Stream, request: Request, counter: Array, per_step: int, index: int) -> None:
         """This side's half of exchange `index`, from 1, of `per_step` in each step, by a kernel; counter [1] u32: steps done."""
@@ -132,7 +148,7 @@ class Pair:
     def compare(self, streams: Sequence[Stream], arrays: Sequence[Array], what: str) -> None:
         """Waits, and raises Glm53Error if the two arrays, one on each side, differ in a bit."""
         owner, peer = (array.bits(stream).reshape(-1) for array, stream in zip(arrays, streams, strict=True))
-        wrong = np.flatnonzero(owner != peer)
+        wrong = np.flatnonzero(owner.view(np.uint8) != peer.view(np.uint8)) // owner.itemsize  # not as values: NaN is no other NaN
         if wrong.size:
             devices, first = " and ".join(str(device.index) for device in self.link.devices), int(wrong[0])
             raise Glm53Error(
@@ -145,7 +161,7 @@ class Pair:
         self.unsure = self.unsure or any(flags)
         self.steps.raise_silent(flags)
 
-    def step_error(self, records: Sequence[Record]) -> Glm53Error | None:
+    def step_error(self, records: Sequence[StepRecord]) -> Glm53Error | None:
         """What is wrong with a step that left these records on the two sides."""
         try:
             self.raise_silent([record.link_error for record in records])

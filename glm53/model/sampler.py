@@ -71,9 +71,10 @@ class Sampler:
         marks[0, list(prompt)] = 1
         self.seen.slice(slot, slot + 1).upload(marks, self.stream)
 
-    def upload(self, rows: Sequence[DrawRow]) -> None:
-        """Settings of the rows that the next launches draw for."""
-        packed = sampling.pack_rows([(r.params, r.seed, r.position, r.slot if r.params.penalises else -1) for r in rows])
+    def upload(self, rows: Sequence[DrawRow], own_marks: bool = False) -> None:
+        """Settings of the rows that the next launches draw for. own_marks: row i of them has row i of the marks, not its session's."""
+        marks = [(index if own_marks else row.slot) if row.params.penalises else -1 for index, row in enumerate(rows)]
+        packed = sampling.pack_rows([(row.params, row.seed, row.position, mark) for row, mark in zip(rows, marks, strict=True)])
         self.params.slice(0, len(rows)).upload(packed, self.stream)
 
     def tops(self, count: int, kind: DrawKind) -> tuple[Array, Array] | None:

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from glm53.errors import DeviceLost
-from glm53.kv import Runs
+from glm53.kv import HostTier, Runs
 from glm53.model.forward import REPLICATED, PromptRows, Walk, Workspace
 from glm53.model.pair import Pair, Passed
 from glm53.model.side import Side
@@ -30,7 +30,7 @@ def together(walks: Sequence[Walk], meet: Meet) -> None:
             meet(requests)
     finally:
         for walk in walks:
-            walk.close()  # type: ignore[attr-defined]
+            walk.close()
 
 
 class Stage:
@@ -58,6 +58,8 @@ class Stage:
                 undo.callback(side.tier.close, slot)
                 slots.append(side.keys.open(slot))
                 undo.callback(side.keys.release, slot)
+                if side.drafter is not None:
+                    side.drafter.forget(slot)
             assert len(set(slots)) == 1, f"the sides opened slots {slots}"
             undo.pop_all()
         return slots[0]
@@ -94,11 +96,36 @@ class Stage:
             for side in self.sides:
                 steps.callback(side.keys.truncate, slot, rows)
                 steps.callback(side.tier.truncate, slot, rows)
+                if side.drafter is not None:
+                    steps.callback(side.drafter.forget, slot)
 
     def settle(self, slot: int) -> None:
         """Waits until every row of a session has its permanent place on every side."""
         for side in self.sides:
             side.tier.settle(slot)
+
+    def export(self, slot: int, section: str, first: int, target: np.ndarray) -> None:
+        """Copies what a session file keeps of settled rows from `first` on: target [planes, rows, row_bytes] u8. section: "rows", those of the owner,
+        "keys", of every side those that it has, or "mtp.hidden", what the owner's MTP layer knows of the last row."""
+        if section == "rows":
+            self.first.tier.export(slot, first, target)
+        elif section == "mtp.hidden":
+            assert self.first.drafter is not None, "a hidden row without an MTP layer"
+            self.first.stream.download(target.reshape(-1), self.first.drafter.terminal.slice(slot, slot + 1).address)
+        else:
+            for side in self.sides:
+                side.keys.export(slot, first, target)
+
+    def adopt(self, slot: int, section: str, data: np.ndarray, rows_max: int) -> None:
+        """The counterpart of `export`: appends to the rows, or to the keys, of every side; in the end there are `rows_max`. Planes of the MTP layer
+        that are lacking become zeros; those that are too many are left out. Raises with the history in a state that only `close` is for."""
+        for side in self.sides:
+            if section == "mtp.hidden":
+                if side.drafter is not None:
+                    side.stream.upload(side.drafter.terminal.slice(slot, slot + 1).address, data.copy())
+                continue
+            store, planes = (side.tier, side.tier.layout.planes) if section == "rows" else (side.keys, side.keys.shape.planes)
+            store.adopt(slot, _with_planes(data, planes), rows_max)
 
     def chunk_rows(self, slot: int, wanted: int) -> int:
         """How many of `wanted` prompt rows the next pass may hold."""
@@ -130,27 +157,58 @@ class Stage:
         With `graphs` the first step of a kind is enqueued launch by launch (it loads the kernels), the second is recorded, all later ones are
         replayed; a pair does so where its exchanges are kernels. The bits are the same.
         """
-        count = sum(n for _, n in runs)
-        for side in self.sides:
-            for slot, n in runs:
-                side.keys.reserve(slot, side.keys.rows(slot) + n)
-        self._ready()
-        begun: list[Side] = []
-        try:
-            for side in self.sides:
-                side.step.tier.begin(runs)
-                begun.append(side)
-            self._run(count, drawings, graphs)
-            self.number = (self.number + 1) % (1 << 32)
-            for side in self.sides:
-                side.step.tier.finish(runs)
-        except BaseException:
-            for side in begun:
-                side.step.tier.abandon(runs)
-            raise
+        with self._abandoning(runs):
+            self._enqueue(runs, runs, drawings, graphs)
+            self._accept_rows(runs)
         for side in self.sides:
             for slot, n in runs:
                 side.keys.advance(slot, n)
+
+    def round(self, runs: Runs, room: Runs, drawings: Sequence[Drawing | None], graphs: bool) -> None:
+        """As `step`; its rows may write so many positions as `room` says and belong to nobody before `accept`."""
+        with self._abandoning(runs):
+            self._enqueue(runs, room, drawings, graphs)
+
+    def phase_ends(self, slot: int, rows: int) -> bool:
+        """Whether a history that the device holds as a whole would outgrow that by so many rows: then the host has to know how many they are."""
+        return any(isinstance(side.tier, HostTier) and side.tier.outgrows(slot, rows) for side in self.sides)
+
+    def accept(self, runs: Runs) -> None:
+        """So many rows of a round stay. Raises with none of them kept."""
+        with self._abandoning(runs):
+            self._accept_rows(runs)
+        for side in self.sides:
+            for slot, n in runs:
+                side.keys.advance(slot, n)
+
+    def _accept_rows(self, runs: Runs) -> None:
+        for side in self.sides:
+            side.step.tier.accept(runs)
+
+    def _enqueue(self, runs: Runs, room: Runs, drawings: Sequence[Drawing | None], graphs: bool) -> None:
+        for side in self.sides:
+            for slot, n in room:
+                side.keys.reserve(slot, side.keys.rows(slot) + n)
+        self._ready()
+        for side in self.sides:
+            side.step.tier.begin(room)
+        self._run(sum(n for _, n in runs), drawings, graphs)
+        self.number = (self.number + 1) % (1 << 32)
+        for side in self.sides:
+            side.step.tier.ended(runs)
+
+    @contextmanager
+    def _abandoning(self, runs: Runs) -> Iterator[None]:
+        """If the inside raises, the sessions have the rows that they had before on every side, and the devices are told anew before their next use."""
+        before = [{slot: side.tier.rows(slot) for slot, _ in runs} for side in self.sides]
+        try:
+            yield
+        except BaseException:
+            for side, rows in zip(self.sides, before, strict=True):
+                side.step.tier.abandon(rows)
+                if side.drafter is not None:
+                    side.drafter.abandon(rows)
+            raise
 
     def _run(self, count: int, drawings: Sequence[Drawing | None], graphs: bool) -> None:
         graphs = graphs and not any(side.step.tier.gathers_on_host for side in self.sides) and (self.pair is None or self.pair.records)
@@ -237,6 +295,13 @@ class Stage:
                 self.pair.close()
         except DeviceLost:
             pass  # nothing on a lost device can be given back; the process's end does it
+
+
+def _with_planes(data: np.ndarray, planes: int) -> np.ndarray:
+    """data [.., rows, row_bytes] cut to `planes` planes, or filled up with zeros."""
+    if len(data) >= planes:
+        return data[:planes]
+    return np.concatenate([data, np.zeros((planes - len(data), *data.shape[1:]), np.uint8)])
 
 
 def _nothing(requests: Sequence[Passed]) -> None:

@@ -8,7 +8,7 @@ A step is a walk (`forward.Walk`): on a side of a pair it gives what has to pass
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,10 @@ from glm53.hip import Array, Device, Graph, Stream
 from glm53.kv import KeyStore, StepRows, TierStep
 from glm53.model.forward import Walk
 from glm53.model.layers import LayerSteps
-from glm53.model.pair import PairSide, numbered
+from glm53.model.pair import PairSide, Passed, even, numbered
 from glm53.model.weights import Weights
 from glm53.ops import step, step_state
-from glm53.ops.exchange import Parts
+from glm53.ops.exchange import Parts, Rows
 from glm53.ops.step import Epilogue, Segment
 from glm53.ops.step_state import Draws
 from glm53.spec import DType, ModelSpec, RowFormat
@@ -28,10 +28,14 @@ from glm53.spec import DType, ModelSpec, RowFormat
 
 @dataclass(frozen=True)
 class Drawing:
-    """How a step draws its tokens: `enqueue(rows)` launches the sampler on the step's logits and says what it drew. `key` names what is recorded."""
+    """What a step does after its logits: `walk(rows)` draws tokens, and gives what `step_end` writes down, or None. `key` names what is recorded.
+
+    alone: the step has no rows and no logits, but this.
+    """
 
     key: tuple[object, ...]
-    enqueue: Callable[[int], Draws]
+    walk: Callable[[int], Generator[Passed, None, Draws | None]]
+    alone: bool = False
 
 
 class StepForward:
@@ -69,8 +73,13 @@ class StepForward:
         if pair is not None:
             self._x_part = Array.empty(device, dtype, (rows_max, weights.embed.shape[1]), category="workspace")
             self._logits_part = Array.empty(device, DType.F32, (rows_max, spec.vocab_size), category="workspace")
-        # Of a step: two sums a layer, the selection of each full layer, the embedding and the logits. Numbers count on from step to step.
-        self.exchanges = 2 * len(main) + sum(layer.indexer is not None for layer in main) + 2
+            self._filler = (
+                Array.empty(device, DType.U32, (1, 1), category="workspace"),
+                Array.empty(device, DType.U32, (1, 2), category="workspace"),
+            )
+        # Of a step: two sums a layer, the selection of each full layer, the embedding and the logits, one more to make it even. Numbers count on from
+        # step to step.
+        self.exchanges = even(2 * len(main) + sum(layer.indexer is not None for layer in main) + 2)
         self._graphs: dict[tuple[object, ...], Graph | None] = {}
 
     def graph(self, row_count: int, drawing: Drawing | None) -> Graph | None:
@@ -103,13 +112,23 @@ class StepForward:
         self._graphs.clear()
 
     def walk(self, row_count: int, drawing: Drawing | None) -> Walk:
+        """`_walk`; between two devices it takes an even number of exchanges, so that numbers alternate between the two sets of a mailbox."""
+        count = 0
+        for request in self._walk(row_count, drawing):
+            count += not isinstance(request, Rows)
+            yield request
+        if self.pair is not None and count % 2:
+            yield Parts(self._filler[0], self._filler[1])
+
+    def _walk(self, row_count: int, drawing: Drawing | None) -> Walk:
         """Enqueues one step of the rows in `rows` and `tokens`, launch by launch; its logits, and with `drawing` its tokens and its record."""
         x, rows = self.work.cut("x", row_count), self.rows
-        yield from self.embed(self.tokens.slice(0, row_count), rows, self.tier, x)
-        for index, layer in enumerate(self.weights.layers):
-            yield from self.layers.layer(index, layer, row_count)
-        yield from self.head(x, self.logits.slice(0, row_count))
-        draws = drawing.enqueue(row_count) if drawing is not None else None
+        if drawing is None or not drawing.alone:
+            yield from self.embed(self.tokens.slice(0, row_count), rows, self.tier, x)
+            for index, layer in enumerate(self.weights.layers):
+                yield from self.layers.layer(index, layer, row_count)
+            yield from self.head(x, self.logits.slice(0, row_count))
+        draws = (yield from drawing.walk(row_count)) if drawing is not None else None
         rounds = rows.round_sessions.slice(0, rows.rounds(row_count))
         link_error = None if self.pair is None else self.pair.error
         step_state.end(self.stream, self.counter, self.row_error, rounds, self.tier.states, draws, link_error)
@@ -123,9 +142,10 @@ class StepForward:
         if self.pair is not None:
             yield Parts(y, x)
 
-    def head(self, x: Array, logits: Array) -> Walk:
-        """logits [rows, vocab] f32 of x [rows, hidden], after the final norm."""
+    def head(self, x: Array, logits: Array, normed: bool = False) -> Walk:
+        """logits [rows, vocab] f32 of x [rows, hidden], after the final norm; normed: x has it already."""
         y = logits if self.pair is None else self._logits_part.slice(0, x.shape[0])
-        step.gemv(self.stream, x, [Segment(self.weights.lm_head, y, Epilogue.STORE_F32)], norm=self.weights.final_norm, eps=self.spec.rms_norm_eps)
+        norm = None if normed else self.weights.final_norm
+        step.gemv(self.stream, x, [Segment(self.weights.lm_head, y, Epilogue.STORE_F32)], norm=norm, eps=self.spec.rms_norm_eps)
         if self.pair is not None:
             yield Parts(y, logits)

@@ -16,9 +16,11 @@ from typing import Self, TypeVar
 import numpy as np
 
 from glm53.hip import Array, Device, Stream
-from glm53.ops.args import Args, finish_round_args, hot_plan_args, kv_state, place_args, plan_args, slots_args
+from glm53.mem.extents import GroupPlace
+from glm53.ops.args import Args
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
 from glm53.ops.history import ExtentLayout
+from glm53.ops.history_args import finish_round_args, hot_plan_args, kv_state, place_args, plan_args, slots_args
 from glm53.spec import DType
 
 STATE_BYTES = ctypes.sizeof(kv_state)
@@ -95,8 +97,8 @@ class SlotTables:
 class FetchList:
     """What a round must bring from host memory. The list of round i starts at round_starts[i] * k and has counts[i] entries.
 
-    sources [rows * k] u64: address of plane 0 of the row in its host extent, as the device sees it; targets [rows * k] u64: row reference,
-    Space.HOT or Space.STAGING; positions [rows * k] i32; counts [rounds] i32.
+    sources [rows * k] u64: plane l of the row, in its host extent as the device sees it, lies at this + l * row_bytes; targets [rows * k] u64: row
+    reference, Space.HOT or Space.STAGING; positions [rows * k] i32; counts [rounds] i32.
     """
 
     sources: Array
@@ -288,7 +290,7 @@ def round_args(
     group: int,
     plan: Array,
     fetch: FetchList,
-    shape: ExtentLayout,
+    source: GroupPlace,
     ring_rows: int,
 ) -> RoundArgs:
     """Arguments of one round of each session, as hot_plan_args has them, for the operation `op`. Arrays as for `hot_plan`. Raises ContractError."""
@@ -310,7 +312,11 @@ def round_args(
     d.require(entries <= ENTRIES_MAX, f"rows * k is {entries}, expected at most {ENTRIES_MAX}")
     d.require(0 <= group < d["groups"], f"group is {group}, expected 0 to {d['groups'] - 1}")
     d.require(ring_rows > 0, f"ring_rows is {ring_rows}, expected at least 1")
-    _require_row_bytes(d, shape.row_bytes)
+    _require_row_bytes(d, source.row_bytes)
+    d.require(
+        source.stride_bytes % source.row_bytes == 0 and 0 < source.stride_bytes < 1 << 32 and source.offset_bytes % 16 == 0,
+        f"source has rows {source.stride_bytes} bytes apart from {source.offset_bytes} on, expected multiples of {source.row_bytes} and 16",
+    )
     return struct(
         selected=selected.address,
         counts=counts.address,
@@ -323,8 +329,10 @@ def round_args(
         **{f"fetch_{name}": getattr(fetch, name).address for name in ("sources", "targets", "positions", "counts")},
         k=d["k"],
         table_stride=d["extents"],
-        extent_rows=shape.extent_rows,
-        row_bytes=shape.row_bytes,
+        source_offset_bytes=source.offset_bytes,
+        source_stride_bytes=source.stride_bytes,
+        extent_rows=source.extent_rows,
+        row_bytes=source.row_bytes,
         ring_rows=ring_rows,
         slots=d["slots"],
         positions=d["positions"],
@@ -345,7 +353,7 @@ def hot_plan(
     group: int,
     plan: Array,
     fetch: FetchList,
-    shape: ExtentLayout,
+    source: GroupPlace,
     ring_rows: int,
 ) -> None:
     """One round of selection group `group` for each session: plan of the selected rows, and what must be fetched before it is read.
@@ -357,11 +365,12 @@ def hot_plan(
 
     selected [rows, k] i32, positions of one row differ from each other; counts, sessions [rows] i32; round_starts [rounds + 1] i32 ascending;
     tables [sessions, extents] u64: host extents as the device sees them; states [sessions, 24] u8; plan [rows, k] u64, 0 past counts[r];
-    fetch: for at least rows * k entries and `rounds` rounds. Unchecked, for it is device data: positions below that of the slot tables, below
-    the hot rows while full, and in an extent that is present where they lie before the boundary. Raises ContractError.
+    fetch: for at least rows * k entries and `rounds` rounds; source: where the group's rows lie in host extents. Unchecked, for it is device data:
+    positions below that of the slot tables, below the hot rows while full, and in an extent that is present where they lie before the boundary.
+    Raises ContractError.
     """
     args = round_args(
-        "hot_plan", hot_plan_args, selected, counts, sessions, round_starts, tables, states, slots, group, plan, fetch, shape, ring_rows
+        "hot_plan", hot_plan_args, selected, counts, sessions, round_starts, tables, states, slots, group, plan, fetch, source, ring_rows
     )
     launch(stream, "hot_plan", (len(round_starts) - 1, 1, 1), args)
 

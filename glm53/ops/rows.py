@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from glm53.hip import Array, Buffer, Device, Stream
-from glm53.ops.args import copy_planes_args, fetch_args, gather_plane_args, read_rows_args, store_rows_args
+from glm53.mem.extents import GroupedShape
 from glm53.ops.contract import ContractError, Cost, Dims, ceil_div, launch
+from glm53.ops.history_args import copy_back_args, copy_planes_args, fetch_args, plane_rows_args, read_rows_args, store_rows_args
 from glm53.ops.pair_args import place_rows_args
 from glm53.spec import DType, Offsets, RowFormat
 
@@ -145,14 +146,13 @@ def cost_place_rows(rows: int, row_bytes: int) -> Cost:
 
 @dataclass(frozen=True)
 class FetchPlanes:
-    """Where fetched rows come from and go to. Source of plane l: sources[e] + l * source_plane_bytes (host extents, as the device sees them).
-    Target: a hot reference plus l * hot_plane_bytes, or a staging reference's payload plus staging + (l - staging_plane_first) * staging_plane_bytes.
+    """Where fetched rows come from and go to. Source of plane l: sources[e] + l * row_bytes (host extents, as the device sees them). Target: a hot
+    reference plus l * hot_plane_bytes, or a staging reference's payload plus staging + (l - staging_plane_first) * staging_plane_bytes.
     staging: None if no entry points there. Bytes are multiples of 16.
     """
 
     staging: Array | Buffer | None
     staging_plane_first: int
-    source_plane_bytes: int
     hot_plane_bytes: int
     staging_plane_bytes: int
     row_bytes: int
@@ -171,10 +171,10 @@ def fetch_list_args(fetch: FetchList, round_starts: Array, planes: range, places
     d.require(planes.step == 1 and len(planes) > 0 and planes.start >= 0, f"planes is {planes}, expected an ascending, non-empty range")
     row_bytes, staging = places.row_bytes, places.staging
     d.require(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}, expected a multiple of 16")
-    strides = (places.source_plane_bytes, places.hot_plane_bytes, places.staging_plane_bytes)
+    strides = (places.hot_plane_bytes, places.staging_plane_bytes)
     d.require(all(stride % 16 == 0 for stride in strides), f"plane strides are {strides}, expected multiples of 16")
-    words = row_bytes // 16
-    d.require(d["entries"] * words < LIST_WORDS_LIMIT, f"the lists hold {d['entries'] * row_bytes} bytes, expected below 2^35; next: fewer rows")
+    list_bytes = d["entries"] * len(planes) * row_bytes
+    d.require(list_bytes // 16 < LIST_WORDS_LIMIT, f"the lists hold {list_bytes} bytes, expected below 2^35; next: fewer rows")
     if staging is not None:
         first = places.staging_plane_first
         needed = (planes.stop - 1 - first) * places.staging_plane_bytes
@@ -187,12 +187,12 @@ def fetch_list_args(fetch: FetchList, round_starts: Array, planes: range, places
         counts=fetch.counts.address,
         round_starts=round_starts.address,
         staging=None if staging is None else staging.address,
-        source_plane_bytes=places.source_plane_bytes % ADDRESS_LIMIT,
         hot_plane_bytes=places.hot_plane_bytes % ADDRESS_LIMIT,
         staging_plane_bytes=places.staging_plane_bytes % ADDRESS_LIMIT,
         k=k,
         row_bytes=row_bytes,
         plane_first=planes.start,
+        planes=len(planes),
         staging_plane_first=places.staging_plane_first,
         blocks=blocks,
     )
@@ -206,32 +206,81 @@ def fetch(
     planes: range,
     staging: Array | Buffer | None,
     staging_plane_first: int,
-    source_plane_bytes: int,
     hot_plane_bytes: int,
     staging_plane_bytes: int,
     row_bytes: int,
     k: int,
     blocks: int | None = None,
 ) -> None:
-    """Copies the rows of every round's fetch list, for each plane l of `planes`, in stream order before attention reads them.
+    """Copies the rows of every round's fetch list, for each plane l of `planes`, in stream order before attention reads them. The planes of a row are
+    one stretch at its source.
 
     fetch: sources, targets [at least rows * k] u64, counts [at least rounds] i32; list i starts at entry round_starts[i] * k. round_starts
-    [rounds + 1] i32. From staging to row_bytes: `FetchPlanes`. blocks: blocks a round and plane, None: from the compute units. Lists may be
-    empty. Raises ContractError.
+    [rounds + 1] i32. From staging to row_bytes: `FetchPlanes`. blocks: blocks a round, None: from the compute units. Lists may be empty. Raises
+    ContractError.
     """
-    places = FetchPlanes(staging, staging_plane_first, source_plane_bytes, hot_plane_bytes, staging_plane_bytes, row_bytes)
+    places = FetchPlanes(staging, staging_plane_first, hot_plane_bytes, staging_plane_bytes, row_bytes)
     rounds = max(1, round_starts.shape[0] - 1)
     if blocks is None:
         block_words = stream.device.kernel("fetch_rows").constants["words"]
-        list_words = fetch.sources.shape[0] // rounds * (places.row_bytes // 16)
-        blocks = copy_blocks(stream.device, list_words, rounds * max(1, len(planes)), block_words)
+        list_words = fetch.sources.shape[0] // rounds * len(planes) * (places.row_bytes // 16)
+        blocks = copy_blocks(stream.device, list_words, rounds, block_words)
     args = fetch_list_args(fetch, round_starts, planes, places, k, blocks)
-    launch(stream, "fetch_rows", (blocks, rounds, len(planes)), args)
+    launch(stream, "fetch_rows", (blocks, rounds, 1), args)
 
 
 def cost_fetch(rows: int, planes: int, row_bytes: int) -> Cost:
     """Cost of `rows` listed rows; half of the row bytes cross the link."""
     return Cost(bytes=planes * rows * (2 * row_bytes + 16), flops=0)
+
+
+def copy_back(
+    stream: Stream,
+    source_address: int,
+    extent_address: int,
+    groups: Array,
+    shape: GroupedShape,
+    *,
+    source_plane_bytes: int,
+    first_row: int,
+    rows: int,
+) -> None:
+    """Copies a batch of rows, all planes, from a plane-major buffer to rows [first_row, first_row + rows) of a host extent.
+
+    Row r of plane l comes from source + l * source_plane_bytes + r * row_bytes. groups [groups, 2] u32: first plane and planes of each of `shape`.
+    The extent as the device sees it. Addresses and strides are multiples of 16. rows 0: nothing. Raises ContractError.
+    """
+    d = Dims("copy_back")
+    d.match("groups", groups, len(shape.groups), 2, dtype=DType.U32)
+    text = f"rows [{first_row}, {first_row + rows})"
+    d.require(0 <= first_row <= first_row + rows <= shape.extent_rows, f"{text}, expected within the {shape.extent_rows} of an extent")
+    numbers = (source_address, extent_address, source_plane_bytes)
+    d.require(
+        all(n % 16 == 0 for n in numbers),
+        f"source {source_address:#x}, extent {extent_address:#x}, plane bytes {source_plane_bytes}: expected multiples of 16",
+    )
+    if rows == 0:
+        return
+    words = rows * max(shape.groups) * shape.row_bytes // 16
+    d.require(words < LIST_WORDS_LIMIT, f"{text} of {max(shape.groups)} planes hold {words * 16} bytes, expected below 2^35")
+    blocks = copy_blocks(stream.device, words, len(shape.groups), stream.device.kernel("copy_back").constants["words"])
+    args = copy_back_args(
+        source=source_address,
+        extent=extent_address,
+        groups=groups.address,
+        source_plane_bytes=source_plane_bytes % ADDRESS_LIMIT,
+        extent_rows=shape.extent_rows,
+        first_row=first_row,
+        rows=rows,
+        row_bytes=shape.row_bytes,
+        blocks=blocks,
+    )
+    launch(stream, "copy_back", (blocks, len(shape.groups), 1), args)
+
+
+def cost_copy_back(rows: int, planes: int, row_bytes: int) -> Cost:
+    """Cost of a batch; half of the bytes cross the link."""
+    return Cost(bytes=2 * rows * planes * row_bytes, flops=0)
 
 
 def copy_planes(
@@ -246,7 +295,7 @@ def copy_planes(
 ) -> None:
     """target + l * target_plane_bytes = source + l * source_plane_bytes, length_bytes each, for every plane l < planes.
 
-    The copy-kernel form of a strided copy: device to host extents or back, at the speed of the link. All six numbers are multiples of 16
+    The copy-kernel form of a strided copy, at the speed of the memory or the link. All six numbers are multiples of 16
     where they are bytes or addresses; the stretches must not overlap. length_bytes 0 or planes 0: nothing. Raises ContractError.
     """
     d = Dims("copy_planes")
@@ -279,45 +328,82 @@ def gather_plane(
     target: Array | Buffer | int,
     *,
     plane_offset_bytes: int,
+    stride_bytes: int,
     rows: int,
     extent_rows: int,
     row_bytes: int,
 ) -> None:
-    """target[p] = row p of one plane of a session's extents, p < rows: one layer's history in a linear buffer.
+    """target[p] = row p of one plane of a session's host extents, p < rows: one layer's history in a linear buffer.
 
     table_row: [extents] u64 extent addresses (or [1, extents], or the address of such a row), those of the first rows present; row p lies at
-    table[p / extent_rows] + plane_offset_bytes + p % extent_rows * row_bytes, plane_offset_bytes = plane * extent_rows * row_bytes.
+    table[p / extent_rows] + plane_offset_bytes + p % extent_rows * stride_bytes (`GroupPlace.row_offset` of row 0, and its stride).
     target: memory of at least rows * row_bytes bytes, or its address. rows 0: nothing. Raises ContractError.
     """
-    d = Dims("gather_plane")
-    d.require(rows >= 0 and extent_rows > 0, f"rows is {rows}, extent_rows {extent_rows}, expected at least 0 and 1")
+    _move_plane(stream, "gather_plane", table_row, target, plane_offset_bytes, stride_bytes, 0, rows, extent_rows, row_bytes)
+
+
+def scatter_plane(
+    stream: Stream,
+    table_row: Array | int,
+    source: Array | Buffer | int,
+    *,
+    plane_offset_bytes: int,
+    stride_bytes: int,
+    first: int,
+    rows: int,
+    extent_rows: int,
+    row_bytes: int,
+) -> None:
+    """Row p of one plane of a session's host extents = source[p], first <= p < first + rows. Otherwise as `gather_plane`. Raises ContractError."""
+    _move_plane(stream, "scatter_plane", table_row, source, plane_offset_bytes, stride_bytes, first, rows, extent_rows, row_bytes)
+
+
+def _move_plane(
+    stream: Stream,
+    name: str,
+    table_row: Array | int,
+    linear: Array | Buffer | int,
+    plane_offset_bytes: int,
+    stride_bytes: int,
+    first: int,
+    rows: int,
+    extent_rows: int,
+    row_bytes: int,
+) -> None:
+    d = Dims(name)
+    d.require(rows >= 0 and first >= 0 and extent_rows > 0, f"rows is {rows}, first {first}, extent_rows {extent_rows}, expected at least 0, 0 and 1")
     d.require(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}, expected a multiple of 16")
     d.require(plane_offset_bytes % 16 == 0, f"plane_offset_bytes is {plane_offset_bytes}, expected a multiple of 16")
+    d.require(stride_bytes % 16 == 0 and row_bytes <= stride_bytes < 1 << 32, f"stride_bytes is {stride_bytes}, expected {row_bytes} or more, of 16")
+    d.require(rows * row_bytes // 16 < LIST_WORDS_LIMIT, f"{rows} rows hold {rows * row_bytes} bytes, expected below 2^35")
     if rows == 0:
         return
-    extents = ceil_div(rows, extent_rows)
+    last = first + rows
+    extents = ceil_div(last, extent_rows)
     if isinstance(table_row, Array):
         d.match("table_row", table_row, *table_row.shape, dtype=DType.U64)
-        d.require(table_row.nbytes >= 8 * extents, f"table_row has {table_row.nbytes // 8} extents, {rows} rows need {extents}")
-    if not isinstance(target, int):
-        d.require(byte_size(target) >= rows * row_bytes, f"target has {byte_size(target)} bytes, {rows} rows need {rows * row_bytes}")
-    target_address = target if isinstance(target, int) else target.address
-    d.require(target_address % 16 == 0, f"target is at {target_address:#x}, expected a multiple of 16")
-    block_words = stream.device.kernel("gather_plane").constants["words"]
-    blocks = copy_blocks(stream.device, min(rows, extent_rows) * row_bytes // 16, extents, block_words)
-    args = gather_plane_args(
+        d.require(table_row.nbytes >= 8 * extents, f"table_row has {table_row.nbytes // 8} extents, {last} rows need {extents}")
+    if not isinstance(linear, int):
+        d.require(byte_size(linear) >= last * row_bytes, f"the linear buffer has {byte_size(linear)} bytes, {last} rows need {last * row_bytes}")
+    address = linear if isinstance(linear, int) else linear.address
+    d.require(address % 16 == 0, f"the linear buffer is at {address:#x}, expected a multiple of 16")
+    blocks = copy_blocks(stream.device, rows * row_bytes // 16, 1, stream.device.kernel(name).constants["words"])
+    args = plane_rows_args(
         table=table_row.address if isinstance(table_row, Array) else table_row,
-        target=target_address,
+        linear=address,
         plane_offset_bytes=plane_offset_bytes % ADDRESS_LIMIT,
+        first=first,
         rows=rows,
         extent_rows=extent_rows,
         row_bytes=row_bytes,
+        stride_bytes=stride_bytes,
         blocks=blocks,
     )
-    launch(stream, "gather_plane", (blocks, extents, 1), args)
+    launch(stream, name, (blocks, 1, 1), args)
 
 
 def cost_gather_plane(rows: int, row_bytes: int) -> Cost:
+    """Of both ways."""
     return Cost(bytes=2 * rows * row_bytes, flops=0)
 
 

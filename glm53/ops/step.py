@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm53.hip import Array, Stream
-from glm53.ops.args import fetch_args
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
 from glm53.ops.halves import Halves, first_half, half_of
 from glm53.ops.history import ExtentLayout
+from glm53.ops.history_args import fetch_args
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
 from glm53.ops.step_args import step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
@@ -144,7 +144,7 @@ class PlacePart:
 
 @dataclass(frozen=True)
 class FetchPart:
-    """Copies the rows of all rounds' fetch lists for plane args.plane_first, by `blocks` blocks."""
+    """Copies the rows of all rounds' fetch lists, the planes of `args`, by `blocks` blocks."""
 
     args: fetch_args
     blocks: int
@@ -227,8 +227,8 @@ def gemv(
     if any(segment.epilogue is Epilogue.RESIDUAL for segment in segments):
         _bind_halves(d, args, x.dtype, segments, halves, norm, part)
     _bind_part(d, args, part, x, segments)
-    kernel = _kernel(d, x.dtype, [segment.weight for segment in segments], isinstance(part, RouterPart), bool(args.partial))
-    launch(stream, kernel, (args.part_blocks + _product_blocks(args, x.dtype, len(segments)), 1, 1), args)
+    kernel = _kernel(d, x, [segment.weight for segment in segments], isinstance(part, RouterPart), bool(args.partial))
+    launch(stream, kernel, (args.part_blocks + _product_blocks(args, x.dtype, len(segments), _narrow_below(stream, kernel)), 1, 1), args)
 
 
 def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | None = None) -> None:
@@ -253,7 +253,7 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     _bind_matrix(d, args, 0, weight)
     args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
     _bind_part(d, args, part, x, ())
-    kernel = _kernel(d, x.dtype, [weight], router=False, halves=False)
+    kernel = _kernel(d, x, [weight], router=False, halves=False)
     launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, x.dtype, 1), 1, 1), args)
 
 
@@ -263,8 +263,9 @@ def _require_units(d: Dims, name: str, array: Array) -> None:
     d.require(fits, f"{name} has rows of {array.shape[-1]} at {array.address:#x}, expected multiples of 8 and of 16 beside bf16 x")
 
 
-def _kernel(d: Dims, dtype: DType, weights: Sequence[Matrix], router: bool, halves: bool) -> str:
-    """The kernel for T and the weights' format; the router, whose segment 0 has another, and halves of k have their own."""
+def _kernel(d: Dims, x: Array, weights: Sequence[Matrix], router: bool, halves: bool) -> str:
+    """The kernel for T and the weights' format; the router, whose segment 0 has another, and halves of k have their own; so has one row of bf16 x."""
+    dtype = x.dtype
     if router:
         d.require(weights[0].format is WeightFormat.F32, f"weight 0 is {weights[0].format.label}, expected f32: the router's")
     for index, weight in enumerate(weights):
@@ -278,7 +279,13 @@ def _kernel(d: Dims, dtype: DType, weights: Sequence[Matrix], router: bool, halv
         d.require(weight.format in _FORMATS[dtype], f"weight {index} is {weight.format.label}, expected one of {names} beside {dtype.label} x")
         d.require(weight.format is taken, f"weight {index} is {weight.format.label}, expected {taken.label}, the format of weight {plain[0][0]}")
     kind = "halves" if halves else "gemv_router" if router else "gemv"
-    return f"step_{kind}_{dtype.label}_{taken.label}"
+    return kernel_for(f"step_{kind}", dtype, taken, x.shape[0])
+
+
+def kernel_for(kind: str, dtype: DType, format: WeightFormat, rows: int) -> str:
+    """The kernel of this kind (step_gemv, ..) for `rows` rows of x: one row of bf16 x times weights with scales has kernels of its own."""
+    one = "_one" if rows == 1 and dtype is DType.BF16 and format.quantised else ""
+    return f"{kind}{one}_{dtype.label}_{format.label}"
 
 
 def _bind_matrix(d: Dims, args: step_gemv_args, index: int, weight: Matrix) -> None:
@@ -351,18 +358,27 @@ def _bind_halves(
     args.partial, args.arrivals = halves.partial.address, halves.arrivals.address
 
 
-def _product_blocks(args: step_gemv_args, dtype: DType, segments: int) -> int:
-    """Blocks of the products of one batch."""
-    blocks, halves = 0, 2 if args.partial else 1
-    for index in range(segments):
-        if dtype is DType.BF16 and args.part == _PART_ROUTER and index == 0:
-            blocks += ceil_div(args.n[0], ROUTER_COLUMNS)
-            continue
-        scalar = dtype is DType.F32
-        columns = COLUMNS[DType.F32 if scalar else dtype][0 if args.wide else 1]
-        silu = args.epilogue[index] == Epilogue.SILU
-        blocks += ceil_div(args.n[index] * (2 if silu else 1), columns) * (args.rows if scalar else ceil_div(args.rows, TILE_ROWS))
-    return halves * blocks
+def _product_blocks(args: step_gemv_args, dtype: DType, segments: int, units: int = 0) -> int:
+    """Blocks of the products of one batch, those of each segment in args.blocks.
+
+    units: a launch of fewer wide blocks than that gets blocks of half the columns instead (args.narrow).
+    """
+    scalar = dtype is DType.F32
+    columns = COLUMNS[dtype][0 if args.wide else 1]
+    rows = [args.n[i] * (2 if args.epilogue[i] == Epilogue.SILU else 1) for i in range(segments)]
+    if args.wide and Epilogue.SILU not in list(args.epilogue) and sum(ceil_div(n, columns) for n in rows) < units:
+        args.narrow, columns = 1, columns // 2
+    for index, n in enumerate(rows):
+        args.blocks[index] = ceil_div(n, columns) * (args.rows if scalar else ceil_div(args.rows, TILE_ROWS))
+    if not scalar and args.part == _PART_ROUTER:
+        args.blocks[0] = ceil_div(args.n[0], ROUTER_COLUMNS)
+    return (2 if args.partial else 1) * sum(args.blocks)
+
+
+def _narrow_below(stream: Stream, kernel: str) -> int:
+    """`units` of _product_blocks: multiprocessors of a device whose kernels for one row have narrow blocks, else 0."""
+    device = stream.device
+    return device.properties.compute_units if kernel.startswith("step_gemv_one_") and device.arch.startswith("sm_") else 0
 
 
 def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ctypes import c_float, c_uint32, c_uint64, c_void_p
 
-from glm53.ops.args import Args, fetch_args
+from glm53.ops.args import Args
+from glm53.ops.history_args import fetch_args
 
 
 class step_rows_args(Args):
@@ -68,6 +69,7 @@ class step_give_args(Args):
         ("fetch_positions", c_void_p),
         ("fetch_counts", c_void_p),
         ("arrivals", c_void_p),  # [rounds, 4] u32, 0 before and after
+        ("source_offset_bytes", c_uint64),
         ("k", c_uint32),  # at most 2,048
         ("table_stride", c_uint32),
         ("extent_rows", c_uint32),
@@ -77,9 +79,9 @@ class step_give_args(Args):
         ("positions", c_uint32),
         ("groups", c_uint32),
         ("group", c_uint32),
+        ("source_stride_bytes", c_uint32),
         ("rows", c_uint32),
         ("rounds", c_uint32),
-        ("_pad", c_uint32),
     ]
 
 
@@ -129,7 +131,7 @@ class step_gemv_args(Args):
     _fields_ = [
         ("x", c_void_p),  # [batch, rows, k] T
         ("norm", c_void_p),  # [k] T, or null: no norm
-        ("h", c_void_p),  # [rows, k] T out, or null: the normed rows, written by one block
+        ("h", c_void_p),  # [rows, k] T out, or null: the normed rows; beside bf16 x a share by each block of the router
         ("residual", c_void_p),  # [rows, n] T with the strides of y, epilogue 4; may be y
         ("positions", c_void_p),  # [rows] i32, epilogue 2 and part ROWS
         ("inv_freq", c_void_p),  # [rope_dim / 2] f32, likewise
@@ -155,12 +157,15 @@ class step_gemv_args(Args):
         ("epilogue", c_uint32 * 4),
         ("head_stride", c_uint32 * 4),  # epilogue 2
         ("rope_offset", c_uint32 * 4),
+        ("blocks", c_uint32 * 4),  # of each segment in one batch, x in bf16
         ("rope_dim", c_uint32),
         ("part", c_uint32),
         ("part_blocks", c_uint32),
         ("rounds", c_uint32),  # of GIVE and FETCH
         ("wide", c_uint32),  # 1: 32 lanes, or 8 waves, share a column: k >= 1,024; of halves, or of one half alone, the first half of k
         ("waiting_blocks", c_uint32),  # the first blocks, which may wait for another device: those of part ROWS with an inbox
+        ("narrow", c_uint32),  # 1: a block has 16 rows of weights; wide, one row of bf16 x, no epilogue 3
+        ("_pad", c_uint32),
     ]
 
 

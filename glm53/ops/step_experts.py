@@ -12,6 +12,7 @@ from glm53.hip import Array, Stream
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import GROUP, Matrix
+from glm53.ops.step import kernel_for
 from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.spec import DType, WeightFormat
 
@@ -82,7 +83,7 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
         _require_aligned(d, "x", x)
     if x.dtype is DType.BF16:
         _require_wave(d, "x", x, "weight", weight)
-    name = f"step_experts_{x.dtype.label}_{weight.format.label}"
+    name = kernel_for("step_experts", x.dtype, weight.format, d["rows"])
     args = step_experts_args(
         x=x.address,
         ids=ids.address,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from glm53.hip import Array, Device, Stream
-from glm53.mem.extents import ExtentShape
+from glm53.mem.extents import ExtentShape, GroupPlace
 from glm53.ops import hotcache
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, variant
 from glm53.ops.history import ExtentLayout
@@ -257,15 +257,15 @@ def give_args(
     place: HotPlace,
     plan: Array,
     fetch: FetchList,
-    shape: ExtentLayout,
+    source: GroupPlace,
     arrivals: Array,
 ) -> step_give_args:
     """Arguments of part GIVE of step_gemv: the plan of every row, its misses given slots, as `hotcache.hot_plan` does.
 
     Arrays as for `hotcache.hot_plan`: selected [rows, k] i32, k at most 2,048, counts, sessions [rows] i32, round_starts [rounds + 1] i32, tables
-    [sessions, extents] u64 and shape of host extents, plan [rows, k] u64, fetch for rows * k entries and all rounds. arrivals [at least rounds, 4]
-    u32, 0 before and after. A block for each query row, rows of a round in any order: the last one of round i completes plan, fetch list, slot
-    tables and counters of its session and group. A row that is in no round has no plan. Raises ContractError.
+    [sessions, extents] u64 of host extents and source, the group's place in them, plan [rows, k] u64, fetch for rows * k entries and all rounds.
+    arrivals [at least rounds, 4] u32, 0 before and after. A block for each query row, rows of a round in any order: the last one of round i completes
+    plan, fetch list, slot tables and counters of its session and group. A row that is in no round has no plan. Raises ContractError.
     """
     args = hotcache.round_args(
         "give",
@@ -280,7 +280,7 @@ def give_args(
         place.group,
         plan,
         fetch,
-        shape,
+        source,
         place.ring_rows,
     )
     d = Dims("give")

@@ -6,6 +6,7 @@
 #include "attention_rows.h"
 #include "index_scores.h"
 #include "rows_of_values.h"
+#include "mtp_rows.h"
 #include "selections.h"
 #include "history_stores.h"
 #include "history_fetch.h"

@@ -160,5 +160,8 @@ FAST_STEP_EXPERTS(bf16_bf16, bf16, bf16_weights)
 FAST_STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights)
 FAST_STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights)
 
+FAST_KERNEL(step_experts_one_bf16_q8g64, step_experts_args, step_experts::experts<bf16, q8g64_weights>);
+FAST_KERNEL(step_experts_one_bf16_q4g64, step_experts_args, step_experts::experts<bf16, q4g64_weights>);
+
 }  // namespace host
 }  // namespace

@@ -155,13 +155,14 @@ template <class W> void multiply_tiles(const step_gemv_args& a, const Segment& s
   }
 }
 
-// step::multiply_router for blocks [first, last) of segment 0, and the rows of h that are theirs.
+// step::multiply_router for blocks [first, last) of segment 0, and their share of h.
 DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, uint32_t first, uint32_t last, Work& w) {
   uint32_t blocks = (s.n + step::ROUTER_COLS - 1) / step::ROUTER_COLS, end = last * step::ROUTER_COLS < s.n ? last * step::ROUTER_COLS : s.n;
+  uint32_t share = (a.k + blocks - 1) / blocks, from = first * share, to = last * share < a.k ? last * share : a.k;  // of h
   for (uint32_t r = 0; r < a.rows; r++) {
     const bf16* x = row_of_x<bf16>(a, 0, r);
     w.sums[r] = step_router::prepare(x, (const bf16*)a.norm, a.k, a.eps, w.packed + a.rows * w.packed_pitch, w.packed + r * w.packed_pitch);
-    if (a.h && r % blocks >= first && r % blocks < last) values::scale_row(x, (const bf16*)a.norm, w.sums[r], a.k, (bf16*)a.h + (uint64_t)r * a.k);
+    if (a.h && from < to) values::scale_row(x + from, (const bf16*)a.norm + from, w.sums[r], to - from, (bf16*)a.h + (uint64_t)r * a.k + from);
   }
   for (uint32_t column = first * step::ROUTER_COLS; column < end; column++) {
     const float* weights = (const float*)s.codes + (uint64_t)column * a.k;
@@ -218,7 +219,7 @@ template <class T> bool finish_row(const step_gemv_args& a, uint32_t r, Blocks& 
 // step::route_last after `count` blocks of segment 0.
 template <class T> void route_last(const step_gemv_args& a, uint32_t count) {
   const step_router_args& p = a.part_router;
-  if (__atomic_fetch_add((uint32_t*)p.arrivals, count, __ATOMIC_ACQ_REL) + count != step::blocks_of<T, true>(a, 0)) return;
+  if (__atomic_fetch_add((uint32_t*)p.arrivals, count, __ATOMIC_ACQ_REL) + count != step::blocks_of<T>(a, 0)) return;
   *(uint32_t*)p.arrivals = 0;
   router_args router = {a.y[0], p.bias, p.ids, p.weights, p.experts, p.k, p.n_group, p.topk_group, p.normalise, p.scaling};
   for (uint32_t row = 0; row < a.rows; row++) selections::pick(router, row);
@@ -229,10 +230,10 @@ template <class T, class W, bool ROUTER> void run_products(const step_gemv_args&
   constexpr bool TILES = sizeof(T) == 2;
   uint32_t routed = 0;
   for (uint32_t block = first, taken; block < last; block += taken) {
-    step::Place place = step::place_of<T, ROUTER>(a, block);
+    step::Place place = step::place_of<T>(a, block);
     Segment s = step::segment_at(a, place);
     bool router = ROUTER && s.index == 0;
-    uint32_t turns = router && TILES ? step::blocks_of<T, ROUTER>(a, 0) : TILES ? step::turns_of(a.rows) : a.rows, turn = place.block % turns;
+    uint32_t turns = router && TILES ? step::blocks_of<T>(a, 0) : TILES ? step::turns_of(a.rows) : a.rows, turn = place.block % turns;
     taken = turns - turn < last - block ? turns - turn : last - block;
     if (router) routed += taken;
     if (router && TILES) {
@@ -267,7 +268,7 @@ template <class T> bool run_part(const step_gemv_args& a, uint32_t first, uint32
     if (a.part == step::PART_PLACE) place_row(a.part_place, block);
     if (a.part == step::PART_ROWS && !finish_row<T>(a, block, b)) return false;
     for (uint32_t round = 0; a.part == step::PART_FETCH && round < a.rounds; round++) {
-      if (!fetches::fetch_round(a.part_fetch, a.part_fetch.plane_first, round, block, a.part_blocks, b)) return false;
+      if (!fetches::fetch_round(a.part_fetch, round, block, a.part_blocks, b)) return false;
     }
   }
   return true;
@@ -306,6 +307,7 @@ FAST_STEP_GEMV(f32_bf16, float, bf16_weights)
 FAST_STEP_GEMV(f32_q8g64, float, q8g64_weights)
 FAST_STEP_GEMV(bf16_bf16, bf16, bf16_weights)
 FAST_STEP_GEMV(bf16_q8g64, bf16, q8g64_weights)
+FAST_STEP_GEMV(one_bf16_q8g64, bf16, q8g64_weights)
 
 }  // namespace host
 }  // namespace

@@ -9,7 +9,7 @@ namespace step_halves {
 inline bool run_fetch(const step_gemv_args& a, uint32_t first, uint32_t last, Blocks& b) {
   for (uint32_t block = first; block < last; block++) {
     for (uint32_t round = 0; round < a.rounds; round++) {
-      if (!fetches::fetch_round(a.part_fetch, a.part_fetch.plane_first, round, block, a.part_blocks, b)) return false;
+      if (!fetches::fetch_round(a.part_fetch, round, block, a.part_blocks, b)) return false;
     }
   }
   return true;
@@ -52,6 +52,7 @@ template <class W> bool run(const step_gemv_args& a, Blocks& b) {
 
 FAST_KERNEL(step_halves_bf16_bf16, step_gemv_args, step_halves::run<bf16_weights>);
 FAST_KERNEL(step_halves_bf16_q8g64, step_gemv_args, step_halves::run<q8g64_weights>);
+FAST_KERNEL(step_halves_one_bf16_q8g64, step_gemv_args, step_halves::run<q8g64_weights>);
 
 }  // namespace host
 }  // namespace

@@ -137,9 +137,16 @@ DEVICE void mma_16x8x32(int32_t* d, const uint32_t* a, const uint32_t* b) {
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// Four 8 x 8 matrices of 2-byte elements, each transposed; work-item l gives the address of row l % 8 of matrix l / 8.
+// Four 8 x 8 matrices of 2-byte elements; work-item l gives the address of row l % 8 of matrix l / 8, and gets elements 2 (l % 4) and the next of row
+// l / 4 of each, or, transposed, of column l / 4.
 DEVICE void load_matrices_transposed(uint32_t* v, const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"((uint32_t)__cvta_generic_to_shared(row))
+               : "memory");
+}
+DEVICE void load_matrices(uint32_t* v, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"((uint32_t)__cvta_generic_to_shared(row))
                : "memory");
@@ -148,7 +155,17 @@ DEVICE void load_matrices_transposed(uint32_t* v, const void* row) {
 DEVICE void copy16_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
+// Of lines of 128 bytes which are read whole before long, by several: memory is asked for the line at once.
+DEVICE void copy16_line_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+DEVICE void copy8_async(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
 DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// copies_commit: the copies since the last one are one batch. copies_wait<N>: all batches but the last N are there.
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <uint32_t N> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 // 16 aligned bytes of device memory as one access, whichever registers they are in.
 DEVICE void store16(void* to, const uint32_t* v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");

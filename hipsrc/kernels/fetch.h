@@ -1,7 +1,9 @@
-// fetch.h - rows of fetch lists from host extents into hot slots or staging rows: fetch_rows, and the FETCH part of a decode step.
-// 32 lanes read a piece of a row together. A row is cut where its address is a multiple of 128 bytes, so that no line of 128 bytes is asked for
-// twice: over the link, requests are what is dear. Pieces are dealt to the blocks first, so that a short list spreads over all of them.
-// FETCH_FLIGHT loads of 16 bytes a work-item are under way before the first store.
+// fetch.h - rows between host extents and device memory: fetch_rows and the FETCH part of a decode step (lists of missed rows into hot slots or
+// staging rows), gather_plane, scatter_plane, copy_back (rows.hip).
+// What belongs to a row in an extent is one stretch of host memory, a run: a plane of it, or all planes of a selection group. 32 lanes move a piece of
+// a run together. A run is cut where its host address is a multiple of 128 bytes, so that no line of 128 bytes is asked for twice: over the link,
+// requests are what is dear, and the translation of a host address. Pieces are dealt to the blocks first, so that a short list spreads over all of
+// them. FETCH_FLIGHT loads of 16 bytes a work-item are under way before the first store.
 #pragma once
 #include "row_format.h"
 
@@ -12,7 +14,7 @@ constexpr uint32_t FETCH_LANES = 32;
 constexpr uint32_t FETCH_FLIGHT = 4;
 constexpr uint32_t LINE_WORDS = 8;  // 16-byte words of a line
 
-static_assert(FETCH_FLIGHT == 4, "fetch_round counts four pieces");
+static_assert(FETCH_FLIGHT == 4, "move_runs counts four pieces");
 
 // 16 bytes into four registers and back, as one access each: nvcc makes four of one that goes element by element. An array of words16 would be copied
 // as memory, and clang would put it into LDS.
@@ -23,74 +25,89 @@ DEVICE void load_words(const words16* from, uint32_t* to) {
 }
 DEVICE void store_words(words16* to, const uint32_t* from) { *to = {{from[0], from[1], from[2], from[3]}}; }
 
-// One fetch list, for one plane.
-struct fetch_list {
-  const uint64_t* sources;
-  const uint64_t* targets;
-  uint64_t source_offset, hot_offset, staging;
-  uint32_t words;   // 16-byte words a row
-  uint32_t pieces;  // a row
+// What a block of 256 work-items moves. Each kind of runs, R, adds the ends of entry e, host(r, e) and device(r, e), and where word `place` of a run
+// with these ends is read and written: from(r, host, device, place) and to(r, host, device, place).
+struct dealt_runs {
+  uint32_t words;   // 16-byte words of a row
+  uint32_t run;     // of a run
+  uint32_t pieces;  // of a run, wherever it begins in a line
   uint32_t stride;  // pieces between two of the same 32 lanes
 };
+DEVICE dealt_runs deal_runs(uint32_t row_bytes, uint32_t planes, uint32_t blocks) {
+  uint32_t words = row_bytes / 16, run = planes * words;
+  return {words, run, (run + LINE_WORDS - 1u + FETCH_LANES - 1u) / FETCH_LANES, blocks * (COPY_THREADS / FETCH_LANES)};
+}
 
-// N pieces from `first` on. No branch: clang sinks loads into one, behind the wait for the data of the row before. Lanes outside the row move its
+// N pieces from `first` on. No branch: clang sinks loads into one, behind the wait for the data of the row before. Lanes outside the run move its
 // first or last word once more, to the same place.
-template <uint32_t N> DEVICE void fetch_pieces(const fetch_list& f, uint32_t first) {
-  int32_t lane = (int32_t)(thread_id() % FETCH_LANES), last = (int32_t)f.words - 1, place[N];
+template <uint32_t N, class R> DEVICE void move_pieces(const R& r, uint32_t first) {
+  int32_t lane = (int32_t)(thread_id() % FETCH_LANES), last = (int32_t)r.run - 1, place[N];
   uint32_t word[N][4];
-  uint64_t source[N], target[N];
+  uint64_t host[N], device[N];
   UNROLL
   for (uint32_t j = 0; j < N; j++) {
-    uint32_t piece = first + j * f.stride, entry = piece / f.pieces;
-    place[j] = (int32_t)((piece - entry * f.pieces) * FETCH_LANES) + lane;
-    source[j] = f.sources[entry];
-    target[j] = f.targets[entry];
+    uint32_t piece = first + j * r.stride, entry = piece / r.pieces;
+    place[j] = (int32_t)((piece - entry * r.pieces) * FETCH_LANES) + lane;
+    host[j] = R::host(r, entry);
+    device[j] = R::device(r, entry);
   }
   UNROLL
   for (uint32_t j = 0; j < N; j++) {
-    source[j] += f.source_offset;
-    place[j] -= (int32_t)((uint32_t)source[j] / 16u % LINE_WORDS);
+    place[j] -= (int32_t)((uint32_t)host[j] / 16u % LINE_WORDS);
     place[j] = place[j] < 0 ? 0 : place[j] > last ? last : place[j];
-    load_words(pointer_from<const words16>(source[j], f.words * 16) + place[j], word[j]);
+    load_words(R::from(r, host[j], device[j], (uint32_t)place[j]), word[j]);
   }
   UNROLL
-  for (uint32_t j = 0; j < N; j++) {
-    uint64_t row = ref_payload(target[j]) + (ref_space(target[j]) ? f.staging : f.hot_offset);
-    store_words(pointer_from<words16>(row, f.words * 16) + place[j], word[j]);
+  for (uint32_t j = 0; j < N; j++) store_words(R::to(r, host[j], device[j], (uint32_t)place[j]), word[j]);
+}
+
+// Pieces [0, total) dealt to `blocks` blocks; this one is number `block`.
+template <class R> DEVICE void move_runs(const R& r, uint32_t total, uint32_t block, uint32_t blocks) {
+  for (uint32_t first = thread_id() / FETCH_LANES * blocks + block; first < total; first += FETCH_FLIGHT * r.stride) {
+    uint32_t rest = (total - 1u - first) / r.stride;  // further pieces of these lanes
+    if (rest >= 3) move_pieces<4>(r, first);
+    else if (rest == 2) move_pieces<3>(r, first);
+    else if (rest == 1) move_pieces<2>(r, first);
+    else move_pieces<1>(r, first);
   }
 }
+
+// One fetch list. A run: planes [plane_first, plane_first + planes) of a listed row.
+struct fetch_list : dealt_runs {
+  const uint64_t* sources;
+  const uint64_t* targets;
+  const fetch_args* a;  // read where it lies: the step's kernels have no registers to spare
+  DEVICE uint64_t host(const fetch_list& f, uint32_t entry) { return f.sources[entry] + (uint64_t)f.a->plane_first * f.a->row_bytes; }
+  DEVICE uint64_t device(const fetch_list& f, uint32_t entry) { return f.targets[entry]; }
+  DEVICE const words16* from(const fetch_list& f, uint64_t host, uint64_t, uint32_t place) {
+    return pointer_from<const words16>(host, f.run * 16u) + place;
+  }
+  DEVICE words16* to(const fetch_list& f, uint64_t, uint64_t target, uint32_t place) {
+    uint32_t plane = place / f.words, word = place - plane * f.words;
+    plane += f.a->plane_first;
+    uint64_t staging = (uint64_t)f.a->staging + (uint64_t)(plane - f.a->staging_plane_first) * f.a->staging_plane_bytes;
+    uint64_t row = ref_payload(target) + (ref_space(target) ? staging : plane * f.a->hot_plane_bytes);
+    return pointer_from<words16>(row, f.words * 16u) + word;
+  }
+};
 
 // The list of one round, dealt to `blocks` blocks of 256 work-items; this one is number `block`. Returns the pieces of the list. The caller keeps
 // a list below 2^31 words.
-DEVICE uint32_t fetch_round(const fetch_args& a, uint32_t plane, uint32_t round, uint32_t block, uint32_t blocks) {
+DEVICE uint32_t fetch_round(const fetch_args& a, uint32_t round, uint32_t block, uint32_t blocks) {
   int32_t listed = ((const int32_t*)a.counts)[round];
   uint64_t list = (uint64_t)((const int32_t*)a.round_starts)[round] * a.k;
-  fetch_list f;
-  f.words = a.row_bytes / 16;
-  f.pieces = (f.words + LINE_WORDS - 1u + FETCH_LANES - 1u) / FETCH_LANES;
-  f.stride = blocks * (COPY_THREADS / FETCH_LANES);
+  fetch_list f = {deal_runs(a.row_bytes, a.planes, blocks), (const uint64_t*)a.sources + list, (const uint64_t*)a.targets + list, &a};
   uint32_t total = listed > 0 ? (uint32_t)listed * f.pieces : 0u;
-  f.sources = (const uint64_t*)a.sources + list;
-  f.targets = (const uint64_t*)a.targets + list;
-  f.source_offset = plane * a.source_plane_bytes;
-  f.hot_offset = plane * a.hot_plane_bytes;
-  f.staging = (uint64_t)a.staging + (uint64_t)(plane - a.staging_plane_first) * a.staging_plane_bytes;
-  for (uint32_t first = thread_id() / FETCH_LANES * blocks + block; first < total; first += FETCH_FLIGHT * f.stride) {
-    uint32_t rest = (total - 1u - first) / f.stride;  // further pieces of these lanes
-    if (rest >= 3) fetch_pieces<4>(f, first);
-    else if (rest == 2) fetch_pieces<3>(f, first);
-    else if (rest == 1) fetch_pieces<2>(f, first);
-    else fetch_pieces<1>(f, first);
-  }
+  move_runs(f, total, block, blocks);
   return total;
 }
 
-// What fetch_rows does for plane a.plane_first, all rounds in turn. Each round's list starts at the block behind the last one of the round before.
+// What fetch_rows does, all rounds in turn. Each round's list starts at the block behind the last one of the round before.
 DEVICE void fetch_part(const fetch_args& a, uint32_t block, uint32_t blocks, uint32_t rounds) {
   uint32_t dealt = 0;
   for (uint32_t round = 0; round < rounds; round++) {
     uint32_t turned = block + blocks - dealt;
-    dealt = (dealt + fetch_round(a, a.plane_first, round, turned < blocks ? turned : turned - blocks, blocks)) % blocks;
+    dealt = (dealt + fetch_round(a, round, turned < blocks ? turned : turned - blocks, blocks)) % blocks;
   }
 }
 

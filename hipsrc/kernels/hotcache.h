@@ -37,9 +37,10 @@ DEVICE void drop(const slot_table& s, uint32_t c) {
   s.filled[c] = 0;
 }
 
-// Address of plane 0 of a row by its session's table of extents.
-DEVICE uint64_t extent_row(const uint64_t* table, uint32_t position, uint32_t extent_rows, uint32_t row_bytes) {
-  return table[position / extent_rows] + (uint64_t)(position % extent_rows) * row_bytes;
+// Address of a row by its session's table of extents, in which rows lie `stride_bytes` apart from the extent's start on: plane 0 where extents are
+// plane-major.
+DEVICE uint64_t extent_row(const uint64_t* table, uint32_t position, uint32_t extent_rows, uint32_t stride_bytes) {
+  return table[position / extent_rows] + (uint64_t)(position % extent_rows) * stride_bytes;
 }
 
 DEVICE uint32_t next_tag(uint32_t round) { return round + 1u == 0u ? 1u : round + 1u; }
@@ -230,7 +231,7 @@ DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uin
     uint32_t at = first + lowest_bit(bits), p = (uint32_t)selected[at];
     if (claims) g.s.slot_of[p] = claim_of(m);
     ((int32_t*)a.fetch_positions)[g.list + m] = (int32_t)p;
-    ((uint64_t*)a.fetch_sources)[g.list + m] = extent_row(g.table, p, a.extent_rows, a.row_bytes);
+    ((uint64_t*)a.fetch_sources)[g.list + m] = extent_row(g.table, p, a.extent_rows, a.source_stride_bytes) + a.source_offset_bytes;
     if (m < ORDER) {
       w->order[m] = p;
       w->entry[m] = at;

@@ -22,6 +22,7 @@
 #include "hotcache.hip"
 #include "step_select.hip"
 #include "step_state.hip"
+#include "mtp.hip"
 #include "attention.hip"
 #include "step_attention.hip"
 #include "router.hip"

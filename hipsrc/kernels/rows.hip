@@ -2,8 +2,9 @@
 //   store_rows   x [rows, latent | rope] T -> rows in a row format (row_format.h), at row references
 //   place_rows   packed rows to row references: what another device has quantised
 //   fetch_rows   rows of the fetch lists, from host extents into hot slots or staging rows, for several planes
-//   copy_planes  one stretch of bytes of every plane: copy-back of a batch of rows, and what a fork shares
-//   gather_plane one plane of a session's extents into a linear buffer
+//   copy_back    a batch of rows, all planes, from a hot buffer into its host extent
+//   gather_plane one plane of a session's host extents into a linear buffer; scatter_plane the other way
+//   copy_planes  one stretch of bytes of every plane of two buffers
 //   read_rows    planned rows of one layer as values, copy_rows as bytes: for readers that are not our attention
 // q8g64, per group of 64 latent values: scale = f16(amax / 127), one f16 step up where a value would round past 127 with it; that happens among
 // the f16 subnormals alone (a scale that rounds to 0 included), since a normal f16 is within 2^-11 of amax / 127. q = rint(x / scale), ties to
@@ -116,6 +117,49 @@ DEVICE void copy_stretch(const words16* from, words16* to, uint64_t count, uint3
   }
 }
 
+// Rows of a batch. A run: row `entry` of all planes of a group, which lie one after the other in the extent.
+struct batch_rows : dealt_runs {
+  uint64_t target;  // the group's first row of the batch
+  uint64_t source;  // the same, of the group's first plane
+  uint64_t source_plane_bytes;
+  DEVICE uint64_t host(const batch_rows& b, uint32_t entry) { return b.target + (uint64_t)entry * b.run * 16u; }
+  DEVICE uint64_t device(const batch_rows& b, uint32_t entry) { return b.source + (uint64_t)entry * b.words * 16u; }
+  DEVICE const words16* from(const batch_rows& b, uint64_t, uint64_t device, uint32_t place) {
+    uint32_t plane = place / b.words;
+    return pointer_from<const words16>(device + plane * b.source_plane_bytes, b.words * 16u) + (place - plane * b.words);
+  }
+  DEVICE words16* to(const batch_rows& b, uint64_t host, uint64_t, uint32_t place) { return pointer_from<words16>(host, b.run * 16u) + place; }
+};
+
+// Where the first row of the batch of a group of `planes` planes from `first` on lies.
+DEVICE uint64_t group_base(const copy_back_args& a, uint32_t first, uint32_t planes) {
+  return a.extent + ((uint64_t)a.extent_rows * first + (uint64_t)a.first_row * planes) * a.row_bytes;
+}
+
+// Rows of one plane of a session, to the host or from it. A run: a row.
+template <bool TO_HOST> struct plane_rows : dealt_runs {
+  const uint64_t* table;
+  uint64_t offset, linear;
+  uint32_t first, extent_rows, stride_bytes;
+  DEVICE uint64_t host(const plane_rows& p, uint32_t entry) {
+    uint32_t row = p.first + entry;
+    return p.table[row / p.extent_rows] + p.offset + (uint64_t)(row % p.extent_rows) * p.stride_bytes;
+  }
+  DEVICE uint64_t device(const plane_rows& p, uint32_t entry) { return p.linear + ((uint64_t)p.first + entry) * p.run * 16u; }
+  DEVICE const words16* from(const plane_rows& p, uint64_t host, uint64_t device, uint32_t place) {
+    return pointer_from<const words16>(TO_HOST ? device : host, p.run * 16u) + place;
+  }
+  DEVICE words16* to(const plane_rows& p, uint64_t host, uint64_t device, uint32_t place) {
+    return pointer_from<words16>(TO_HOST ? host : device, p.run * 16u) + place;
+  }
+};
+
+template <bool TO_HOST> DEVICE void move_plane(const plane_rows_args& a) {
+  plane_rows<TO_HOST> p = {deal_runs(a.row_bytes, 1, a.blocks), (const uint64_t*)a.table, a.plane_offset_bytes, (uint64_t)a.linear, a.first,
+                           a.extent_rows, a.stride_bytes};
+  move_runs(p, a.rows * p.pieces, block_x(), a.blocks);
+}
+
 // Where entry i of the query row of this block lies; null for a reference of 0.
 DEVICE const uint8_t* planned_row(const read_rows_args& a, uint32_t i) {
   uint64_t row = block_y();
@@ -162,9 +206,19 @@ KERNEL(place_rows, place_rows_args, 64) {
   for (uint32_t i = thread_id(); i < a.row_bytes / 16; i += history_rows::STORE_THREADS) to[i] = from[i];
 }
 
-// Grid: (args.blocks, rounds, planes).
+// Grid: (args.blocks, rounds).
 // LAUNCH fetch_rows block=256 words=256
-KERNEL(fetch_rows, fetch_args, 256) { history_rows::fetch_round(a, a.plane_first + block_z(), block_y(), block_x(), a.blocks); }
+KERNEL(fetch_rows, fetch_args, 256) { history_rows::fetch_round(a, block_y(), block_x(), a.blocks); }
+
+// Grid: (args.blocks, groups).
+// LAUNCH copy_back block=256 words=256
+KERNEL(copy_back, copy_back_args, 256) {
+  using namespace history_rows;
+  const uint32_t* group = (const uint32_t*)a.groups + block_y() * 2u;
+  batch_rows b = {deal_runs(a.row_bytes, group[1], a.blocks), group_base(a, group[0], group[1]), (uint64_t)a.source + group[0] * a.source_plane_bytes,
+                  a.source_plane_bytes};
+  move_runs(b, a.rows * b.pieces, block_x(), a.blocks);
+}
 
 // Grid: (args.blocks, planes).
 // LAUNCH copy_planes block=256 words=1024
@@ -174,15 +228,11 @@ KERNEL(copy_planes, copy_planes_args, 256) {
   history_rows::copy_stretch(from, to, a.length_bytes / 16, a.blocks);
 }
 
-// Grid: (args.blocks, extents). The rows of one plane of an extent are one stretch.
+// Grid: args.blocks.
 // LAUNCH gather_plane block=256 words=1024
-KERNEL(gather_plane, gather_plane_args, 256) {
-  uint32_t extent = block_y(), left = a.rows - extent * a.extent_rows;
-  uint64_t bytes = (uint64_t)(left < a.extent_rows ? left : a.extent_rows) * a.row_bytes;
-  uint64_t done = (uint64_t)extent * a.extent_rows * a.row_bytes;
-  const words16* from = pointer_from<const words16>(((const uint64_t*)a.table)[extent] + a.plane_offset_bytes, bytes);
-  history_rows::copy_stretch(from, pointer_from<words16>((uint64_t)a.target + done, bytes), bytes / 16, a.blocks);
-}
+KERNEL(gather_plane, plane_rows_args, 256) { history_rows::move_plane<false>(a); }
+// LAUNCH scatter_plane block=256 words=1024
+KERNEL(scatter_plane, plane_rows_args, 256) { history_rows::move_plane<true>(a); }
 
 // Grid: (ceil(k * ceil(width / 8) / 256), rows).
 // LAUNCH read_rows_f32_f32 block=256

@@ -14,7 +14,7 @@
 #include "hotcache.h"
 #include "mailbox.h"
 #include "share.h"
-#include "wave_product.h"
+#include "wave_one.h"
 
 namespace step {
 
@@ -53,44 +53,31 @@ struct Segment {
   uint32_t index, block, batch;
 };
 
-// Does the segment go by gemv.h?
-template <class T, bool ROUTER> DEVICE bool scalar(uint32_t index) { return sizeof(T) == 4 || (ROUTER && index == 0); }
-
 DEVICE uint32_t pairs_of(uint32_t n, uint32_t epilogue) { return epilogue == SILU ? n : (n + 1) / 2; }
 
 // Groups of rows of x that the wave product takes at once.
 DEVICE uint32_t turns_of(uint32_t rows) { return (rows + wave_product::ROWS - 1) / wave_product::ROWS; }
 
-// Blocks of the products of one batch that segment i takes; those of one set of columns follow one another.
-template <class T, bool ROUTER> DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i) {
-  if (ROUTER && sizeof(T) == 2 && i == 0) return (a.n[0] + ROUTER_COLS - 1) / ROUTER_COLS;
-  uint32_t items = a.n[i], shift, wide = a.wide, silu = a.epilogue[i] == SILU;  // of 2^shift items a block
-  if (scalar<T, ROUTER>(i)) {
-    items = pairs_of(items, a.epilogue[i]);
-    shift = wide ? 3 : 6;
-  } else {
-    shift = (wide ? 5 : 8) - silu;
-  }
-  uint32_t blocks = (items + (1u << shift) - 1u) >> shift;
-  return !a.codes[i] ? 0u : blocks * (scalar<T, ROUTER>(i) ? a.rows : turns_of(a.rows));
+// Blocks of the products of one batch that segment i takes; those of one set of columns follow one another. bf16: a.blocks, so that a block finds its
+// weights in few instructions: at a launch's start they come from memory.
+template <class T> DEVICE uint32_t blocks_of(const step_gemv_args& a, uint32_t i) {
+  if (sizeof(T) == 2) return a.blocks[i];
+  uint32_t shift = a.wide ? 3 : 6, blocks = (pairs_of(a.n[i], a.epilogue[i]) + (1u << shift) - 1u) >> shift;  // of 2^shift pairs
+  return !a.codes[i] ? 0u : blocks * a.rows;
 }
 
-template <class T, bool ROUTER> DEVICE Place place_of(const step_gemv_args& a, uint32_t block) {
-  uint32_t blocks[4], all = 0;
-  UNROLL
-  for (uint32_t i = 0; i < 4; i++) {
-    blocks[i] = blocks_of<T, ROUTER>(a, i);
-    all += blocks[i];
-  }
+template <class T> DEVICE Place place_of(const step_gemv_args& a, uint32_t block) {
   Place place = {0, block, 0};
-  if (block >= all) {
-    place.batch = block / all;
-    place.block -= place.batch * all;
+  if (a.x_batch_stride) {  // segment 0 alone
+    place.batch = block / blocks_of<T>(a, 0);
+    place.block -= place.batch * blocks_of<T>(a, 0);
+    return place;
   }
   UNROLL
   for (uint32_t i = 0; i < 3; i++) {
-    if (place.index == i && place.block >= blocks[i]) {
-      place.block -= blocks[i];
+    uint32_t blocks = blocks_of<T>(a, i);
+    if (place.index == i && place.block >= blocks) {
+      place.block -= blocks;
       place.index = i + 1;
     }
   }
@@ -224,7 +211,7 @@ DEVICE uint32_t set_of(uint32_t block, uint32_t turns) { return turns == 1 ? blo
 // Up to 8 rows of x times the block's rows of weights.
 template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args& a, const Lds& lds) {
   using namespace wave_product;
-  Place place = place_of<bf16, ROUTER>(a, product_block<ROUTER>(a, block_x()));
+  Place place = place_of<bf16>(a, product_block<ROUTER>(a, block_x()));
   uint32_t k = opaque(a.k), turns = turns_of(opaque(a.rows)), set = set_of(place.block, turns), first_row = (place.block - set * turns) * ROWS;
   bool wide = a.wide;
   Segment s = segment_at(a, place);
@@ -244,7 +231,7 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   Operand o = {(const bf16*)a.norm, a.eps, nullptr};
   product(walk, w, at, part, rows, [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; }, o);
   // Once more, so that it takes no registers while the weights do.
-  Place again = place_of<bf16, ROUTER>(a, product_block<ROUTER>(a, opaque(block_x())));
+  Place again = place_of<bf16>(a, product_block<ROUTER>(a, opaque(block_x())));
   Segment to = segment_at(a, again);
   set = set_of(again.block, turns);
   first_row = (again.block - set * turns) * ROWS;
@@ -253,9 +240,36 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   });
 }
 
-// The router's logits of bf16 x: all work-items of a block share ROUTER_COLS rows of f32 weights, chunk c of 4 values belongs to work-item c % 256, which
-// adds x * norm * w, and the squares of x, in ascending order. Then a butterfly over 32 lanes, and the waves in order; the norm's scale comes last. Row r
-// of h is written by block r % blocks.
+#if defined(TILE_MMA)
+// One row of x times the block's rows of weights. T: tiles of 16 rows a wave; 1: wide, no SILU.
+template <class W, bool ROUTER, uint32_t T> DEVICE void multiply_one(const step_gemv_args& a, const wave_one::Lds& lds) {
+  using namespace wave_product;
+  bool wide = T == 1 || a.wide;
+  Segment s = segment_at(a, place_of<bf16>(a, product_block<ROUTER>(a, block_x())));
+  uint32_t silu = T == 2 && s.epilogue == SILU, span = silu ? TILE_COLS / 2 : 16 * T;
+  uint32_t first = (wide ? s.block : s.block * WAVES + tile_group()) * span;
+  uint32_t before = a.x_batch_stride ? s.batch * s.n : 0u, last = s.n - 1u, up = s.n;
+  Weights w = {a.k, a.k, 0, 1, wide};
+  auto at = [&](uint32_t) { return Matrix{s.codes, s.scales}; };
+  wave_one::Walk<W, T> walk;
+  wave_one::begin(walk, w, lds, at, [&](uint32_t i) {
+    uint32_t col = first + (i < span ? i : i - span);
+    return before + (col < last ? col : last) + (i < span ? 0u : up);
+  });
+  previous_done();
+  const bf16* x = (const bf16*)a.x + s.batch * a.x_batch_stride;
+  Operand o = {(const bf16*)a.norm, a.eps, nullptr};
+  wave_one::product(walk, w, at, lds, [&](uint32_t) { return x; }, o);
+  wave_one::for_outputs<T>(w, lds, o, [&](uint32_t wave, uint32_t lane, uint32_t row, float sum) {
+    if (T == 1) store_sum(a, s, s.block / 2, s.block % 2 * 16 + lane, row, sum);
+    else store_sum(a, s, wide ? s.block : s.block * WAVES + wave, lane, row, sum);
+  });
+}
+#endif
+
+// The router's logits of bf16 x: all work-items of a block share ROUTER_COLS rows of f32 weights, chunk c of 4 values belongs to work-item c % 256,
+// which adds x * norm * w, and the squares of x, in ascending order. Then a butterfly over 32 lanes, and the waves in order; the norm's scale comes
+// last. Each block writes its share of the values of each row of h.
 struct RouterSums {
   float of[ROUTER_COLS + 1];  // the last: of squares
 };
@@ -338,11 +352,11 @@ DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, const Lds
     uint32_t r = t / EACH, c = t % EACH, column = s.block * ROUTER_COLS + c;
     auto scale = [&](uint32_t row) { return a.norm ? rsqrt_exact(lds.partial[row * EACH + ROUTER_COLS] / (float)a.k + a.eps) : 1.0f; };
     if (r < rows && c < ROUTER_COLS && column < s.n) ((float*)s.y)[(uint64_t)(first + r) * s.y_stride + column] = lds.partial[t] * scale(r);
+    uint32_t share = (a.k + blocks - 1) / blocks, from = s.block * share, end = from + share < a.k ? from + share : a.k;
     for (uint32_t row = 0; row < rows && a.h; row++) {
-      if ((first + row) % blocks != s.block) continue;
       const bf16 *x = (const bf16*)a.x + (uint64_t)(first + row) * a.x_stride, *norm = (const bf16*)a.norm;
       bf16* h = (bf16*)a.h + (uint64_t)(first + row) * a.k;
-      for (uint32_t i = t; i < a.k; i += 256) store_f32(h + i, load_f32(norm + i) * rounded<bf16>::of(load_f32(x + i) * scale(row)));
+      for (uint32_t i = from + t; i < end; i += 256) store_f32(h + i, load_f32(norm + i) * rounded<bf16>::of(load_f32(x + i) * scale(row)));
     }
     block_sync();
   }
@@ -427,7 +441,7 @@ template <class T> DEVICE void route_last(const step_gemv_args& a, const Segment
   block_sync();
   if (thread_id() == 0) words[0] = global_add((uint32_t*)p.arrivals, 1u);
   block_sync();
-  if (words[0] + 1u != blocks_of<T, true>(a, 0)) return;
+  if (words[0] + 1u != blocks_of<T>(a, 0)) return;
   fence_device();
   block_sync();
   if (thread_id() == 0) *(uint32_t*)p.arrivals = 0;
@@ -446,10 +460,20 @@ template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds)
 }
 static_assert(sizeof(hotcache::work) <= X_UNITS * 16, "GIVE works in the LDS of x");
 
-template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a) {
+// LDS of the kernels for one row of x is what parts and router need of it as well.
+#if defined(TILE_MMA)
+template <class T, class W, bool ONE> constexpr bool by_one = ONE && W::SCALED && sizeof(T) == 2;
+static_assert(wave_one::RING_UNITS >= X_UNITS, "the ring is the LDS of x of parts and router");
+#else
+template <class T, class W, bool ONE> constexpr bool by_one = false;
+#endif
+
+// ONE: a.rows is 1.
+template <class T, class W, bool ROUTER, bool ONE = false> DEVICE void run(const step_gemv_args& a) {
+  constexpr bool TILES = sizeof(T) == 2, SMALL = by_one<T, W, ONE>;
   SHARED(words16, x, X_UNITS);
-  SHARED(float, x_scale, (sizeof(T) == 2 ? wave_product::SIDE : 1));
-  SHARED(float, sums, (sizeof(T) == 2 ? wave_product::SUMS : 1));
+  SHARED(float, x_scale, (SMALL ? wave_product::WAVES * wave_product::RUN : TILES ? wave_product::SIDE : 1));
+  SHARED(float, sums, (SMALL ? wave_product::WAVES * wave_product::COLS : TILES ? wave_product::SUMS : 1));
   SHARED(float, partial, PARTIALS);
   SHARED(float, scale, 1);
   Lds lds = {x, x_scale, sums, partial, scale};
@@ -460,17 +484,27 @@ template <class T, class W, bool ROUTER> DEVICE void run(const step_gemv_args& a
       return;
     }
   }
-  Segment s = segment_at(a, place_of<T, ROUTER>(a, product_block<ROUTER>(a, block_x())));
-  if constexpr (ROUTER) {
-    if (s.index == 0) {
-      if constexpr (sizeof(T) == 2) multiply_router(a, s, lds);
-      else multiply_scalar<T, f32_weights>(a, s, lds);
-      route_last<T>(a, s, lds);
+  if constexpr (TILES) {
+    if (!ROUTER || block_x() >= blocks_of<T>(a, 0)) {
+#if defined(TILE_MMA)
+      if constexpr (SMALL) {
+        SHARED(words16, planes, wave_one::X_UNITS);
+        SHARED(uint64_t, scales, wave_product::WAVES * wave_product::COLS);
+        wave_one::Lds part = {x, scales, planes, x_scale, nullptr, sums, partial};
+        if (!ROUTER && a.narrow) multiply_one<W, ROUTER, 1>(a, part);
+        else multiply_one<W, ROUTER, 2>(a, part);
+        return;
+      }
+#endif
+      multiply_tiles<W, ROUTER>(a, lds);
       return;
     }
   }
-  if constexpr (sizeof(T) == 4) multiply_scalar<T, W>(a, s, lds);
-  else multiply_tiles<W, ROUTER>(a, lds);
+  Segment s = segment_at(a, place_of<T>(a, product_block<ROUTER>(a, block_x())));
+  if constexpr (TILES) multiply_router(a, s, lds);
+  else if (ROUTER && s.index == 0) multiply_scalar<T, f32_weights>(a, s, lds);
+  else multiply_scalar<T, W>(a, s, lds);
+  if (ROUTER && s.index == 0) route_last<T>(a, s, lds);
 }
 
 }  // namespace step
@@ -497,3 +531,8 @@ EARLY_KERNEL(step_gemv_router_f32_q8g64, step_gemv_args, 256, 2) { step::run<flo
 EARLY_KERNEL(step_gemv_router_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, true>(a); }
 // LAUNCH step_gemv_router_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, true>(a); }
+// Of one row of x: the same bits. a.narrow: half of cols a block.
+// LAUNCH step_gemv_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
+EARLY_KERNEL(step_gemv_one_bf16_q8g64, step_gemv_args, 256, 3) { step::run<bf16, q8g64_weights, false, true>(a); }
+// LAUNCH step_gemv_router_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
+EARLY_KERNEL(step_gemv_router_one_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, true, true>(a); }

@@ -9,7 +9,7 @@
 // the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
 #include "portable.h"
 #include "gemv.h"
-#include "wave_product.h"
+#include "wave_one.h"
 
 namespace step_moe {
 
@@ -183,6 +183,39 @@ template <class W> struct Experts<bf16, W> {
   }
 };
 
+#if defined(TILE_MMA)
+// One row of x. k < LONG_K: as experts_tiles.
+template <class W> DEVICE void experts_one(const step_experts_args& a) {
+  SHARED(words16, ring, wave_one::RING_UNITS);
+  SHARED(uint64_t, scales, WAVES * COLS);
+  SHARED(words16, planes, wave_one::X_UNITS);
+  SHARED(float, x_scale, WAVES * RUN);
+  SHARED(int32_t, x_sum, WAVES * RUN);
+  SHARED(float, sums, WAVES * COLS);
+  previous_done();
+  next_may_begin();
+  uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
+  if (nothing_outside<bf16>(a, pair, expert)) return;
+  Weights w = {a.k, a.k, 0, 1, a.k >= LONG_K};
+  if (!w.wide && block_y() % WAVES) return;
+  uint32_t first = (w.wide ? block_y() : block_y() + tile_group()) * EXPERT_COLS, last = a.n - 1;
+  uint64_t before = (uint64_t)expert * 2 * a.n;
+  Matrix matrix = {(const uint8_t*)a.codes + before * W::row_bytes(a.k), (const uint16_t*)a.scales + before * (a.k / WEIGHT_GROUP)};
+  auto at = [&](uint32_t) { return matrix; };
+  wave_one::Lds lds = {ring, scales, planes, x_scale, x_sum, sums, nullptr};
+  wave_one::Walk<W> walk;
+  wave_one::begin(walk, w, lds, at, [&](uint32_t i) { return i / EXPERT_COLS * a.n + least(first + i % EXPERT_COLS, last); });
+  wave_one::product(walk, w, at, lds, [&](uint32_t) { return (const bf16*)a.x; }, {});
+  wave_one::for_outputs(w, lds, {}, [&](uint32_t wave, uint32_t lane, uint32_t, float sum) {
+    float value = rounded<bf16>::of(sum), up = shuffle_xor(value, EXPERT_COLS);
+    uint32_t column = (w.wide ? block_y() : block_y() + wave) * EXPERT_COLS + lane;
+    if (lane < EXPERT_COLS && column < a.n) store_f32((bf16*)a.act + (uint64_t)pair * a.n + column, rounded<bf16>::of(silu_f32(value)) * up);
+  });
+}
+#else
+template <class W> DEVICE void experts_one(const step_experts_args& a) { Experts<bf16, W>::run(a); }
+#endif
+
 DEVICE float weight_of(const step_down_args& a, uint32_t row, uint32_t slot) { return ((const float*)a.weights)[(uint64_t)row * a.slots + slot]; }
 
 // What step_down multiplies at once of `matrices` matrices: half of k, or all of it where there is no residual.
@@ -235,6 +268,53 @@ template <class W, class S> DEVICE void down_tiles(const step_down_args& a, cons
     if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + both);
   });
 }
+
+#if defined(TILE_MMA)
+// down_tiles where both formats have scales: every block has one row. of_waves [WAVES * COLS]: for the sums of the shared expert.
+template <class W, class S> DEVICE void down_one(const step_down_args& a, const wave_one::Lds& lds, float* of_waves, uint32_t* word) {
+  bool joined = a.residual;
+  uint32_t row = block_x(), half = joined ? block_y() % 2 : 0u, block = joined ? block_y() / 2 : block_y(), first = block * DOWN_COLS, last = a.n - 1;
+  auto column = [&](uint32_t i) { return least(first + i, last); };
+  Weights common = down_part(a, a.shared_k, 1, half), routed = down_part(a, a.k, a.slots, half);
+  auto shared_at = [&](uint32_t) { return Matrix{(const uint8_t*)a.shared_codes, (const uint16_t*)a.shared_scales}; };
+  wave_one::Walk<S> shared;
+  wave_one::begin(shared, common, lds, shared_at, column);
+  previous_done();
+  const int32_t* ids = (const int32_t*)a.ids + (uint64_t)row * a.slots;
+  uint32_t id = tile_lane() < a.slots ? (uint32_t)ids[tile_lane()] : 0u;  // of slot tile_lane()
+  const bf16* shared_act = (const bf16*)a.shared_act + (uint64_t)row * a.shared_k + common.first;
+  wave_one::add_runs(shared, common, shared_at, lds, [&](uint32_t) { return shared_act; }, {});
+  wave_sync();
+  float of_shared = lds.sums[tile_group() * COLS + tile_lane()];
+  auto at = [&](uint32_t slot) {
+    uint32_t expert = shuffle_from(id, slot);
+    uint64_t before = (uint64_t)(expert < a.experts ? expert : 0u) * a.n;
+    return Matrix{(const uint8_t*)a.codes + before * W::row_bytes(a.k), (const uint16_t*)a.scales + before * (a.k / WEIGHT_GROUP)};
+  };
+  wave_one::Walk<W> walk;
+  wave_one::begin(walk, routed, lds, at, column);
+  const bf16* act = (const bf16*)a.act + (uint64_t)row * a.slots * a.k + routed.first;
+  auto x = [&](uint32_t slot) { return shuffle_from(id, slot) < a.experts ? act + (uint64_t)slot * a.k : nullptr; };
+  wave_one::add_runs(walk, routed, at, lds, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
+  of_waves[tile_group() * COLS + tile_lane()] = of_shared;
+  block_sync();
+  auto sum = [&](uint32_t, uint32_t) {
+    wave_one::Lds beside = lds;
+    beside.sums = of_waves;
+    return wave_one::sum_of(routed, lds, 0, {}) + wave_one::sum_of(common, beside, 0, {});
+  };
+  uint64_t y = (uint64_t)row * a.n + first;
+  if (!joined) {
+    if (tile_group() == 0 && first + tile_lane() < a.n) ((float*)a.y)[y + tile_lane()] = sum(0, 0);
+    return;
+  }
+  Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
+  for_both(halves, row * ((a.n + DOWN_COLS - 1) / DOWN_COLS) + block, half, true, 1, word, sum, [&](uint32_t, uint32_t lane, uint32_t, float both) {
+    uint64_t to = y + lane;
+    if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + both);
+  });
+}
+#endif
 
 // Grid: rows, ceil(n / 32), with T = bf16 and a residual twice that: the halves of k side by side. T = f32: one after the other.
 template <class T, class W> struct Down;
@@ -293,8 +373,20 @@ template <class W> struct Down<bf16, W> {
     SHARED(uint32_t, word, 1);
     next_may_begin();
     Lds lds = {x, x_scale, x_sum, sums, nullptr};
-    if (a.shared_format == WEIGHT_Q8G64) down_tiles<W, q8g64_weights>(a, lds, word);
-    else down_tiles<W, bf16_weights>(a, lds, word);
+    if (a.shared_format == WEIGHT_Q8G64) {
+#if defined(TILE_MMA)
+      if constexpr (W::SCALED) {
+        static_assert(wave_one::RING_UNITS * 16 <= WAVES * X_BYTES && wave_one::X_UNITS * 16 + 16 * WAVES * COLS <= SUMS * 4, "fits");
+        float* rest = sums + 2 * WAVES * COLS;
+        wave_one::Lds one = {x, (uint64_t*)rest, (words16*)(rest + 2 * WAVES * COLS), x_scale, x_sum, sums, nullptr};
+        down_one<W, q8g64_weights>(a, one, sums + WAVES * COLS, word);
+        return;
+      }
+#endif
+      down_tiles<W, q8g64_weights>(a, lds, word);
+    } else {
+      down_tiles<W, bf16_weights>(a, lds, word);
+    }
   }
 };
 
@@ -322,3 +414,8 @@ STEP_EXPERTS(bf16_q8g64, bf16, q8g64_weights, 3)
 // LAUNCH step_experts_bf16_q4g64 block=256 cols=16
 // LAUNCH step_down_bf16_q4g64 block=256 cols=32 slots_max=16
 STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights, 2)
+// Of one row: the same bits.
+// LAUNCH step_experts_one_bf16_q8g64 block=256 cols=16
+EARLY_KERNEL(step_experts_one_bf16_q8g64, step_experts_args, 256, 3) { step_moe::experts_one<q8g64_weights>(a); }
+// LAUNCH step_experts_one_bf16_q4g64 block=256 cols=16
+EARLY_KERNEL(step_experts_one_bf16_q4g64, step_experts_args, 256, 3) { step_moe::experts_one<q4g64_weights>(a); }

@@ -38,55 +38,62 @@ DEVICE void load_unit(const bf16* row, uint32_t at, uint32_t k, uint32_t* word) 
 }
 DEVICE float unit_value(const uint32_t* word, uint32_t i) { return float_of(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16); }
 
-// This work-item's 8 values of row `row` of a run into LDS: bf16, or planes q = 256 high + low of signed bytes for scaled formats; q8g64 in ascending
-// order, q4g64 of each 8 values the even ones and then the odd ones, as the nibbles of a word of codes come. A group is 8 work-items.
+// The 8 values of each of 8 work-items, which have a group, as planes q = 256 high + low of signed bytes; q8g64 in ascending order, q4g64 of each 8
+// values the even ones and then the odd ones, as the nibbles of a word of codes come. low, high: where 8 bytes of this work-item go; scale, excess: of
+// the group.
+template <class W> DEVICE void put_codes(uint8_t* low, uint8_t* high, float* scale, int32_t* excess, const float* v) {
+  bool first = tile_lane() % 8 == 0;
+  uint32_t top = 0;  // the largest magnitude, as bits of f32
+  UNROLL
+  for (uint32_t i = 0; i < 8; i++) {
+    uint32_t bits = bits_of(v[i]) & 0x7fffffffu;
+    top = bits > top ? bits : top;
+  }
+  UNROLL
+  for (uint32_t m = 1; m < 8; m <<= 1) {
+    uint32_t other = shuffle_xor(top, m);
+    top = other > top ? other : top;
+  }
+  // The exponent of top, one more for the largest mantissas, so that |q| <= 32512 fits the planes; not so small that 2^e has no normal f32.
+  uint32_t exponent = (top + 0x20000u) >> 23;
+  exponent = exponent > 27u ? exponent : 27u;
+  float up = float_of((268u - exponent) << 23);
+  constexpr uint32_t ZERO = 0x4b400080u;  // 1.5 * 2^23 + 128: the f32 that is added to q, which rounds it to an integer in the low bits
+  uint32_t q[8];
+  UNROLL
+  for (uint32_t i = 0; i < 8; i++) q[W::FORMAT == WEIGHT_Q4G64 ? i % 2 * 4 + i / 2 : i] = bits_of(fma_f32(v[i], up, float_of(ZERO)));
+  if constexpr (W::FORMAT == WEIGHT_Q4G64) {
+    uint32_t sum = 0;
+    UNROLL
+    for (uint32_t i = 0; i < 8; i++) sum += q[i] - ZERO;
+    UNROLL
+    for (uint32_t m = 1; m < 8; m <<= 1) sum += shuffle_xor(sum, m);
+    if (first) *excess = (int32_t)(sum << 3);  // a code is 8 + value
+  }
+  if (first) *scale = float_of(top >= 0x7f800000u ? 0x7fc00000u : (exponent - 14u) << 23);
+  UNROLL
+  for (uint32_t plane = 0; plane < 2; plane++) {
+    uint64_t bytes = 0;
+    UNROLL
+    for (uint32_t i = 0; i < 8; i += 4) {  // byte 0 of q + 128 is low with its sign turned, byte 1 is high
+      uint32_t two = pick_bytes<0, 4, 1, 5>(q[i], q[i + 1]), more = pick_bytes<0, 4, 1, 5>(q[i + 2], q[i + 3]);
+      uint32_t four = plane ? pick_bytes<2, 3, 6, 7>(two, more) : pick_bytes<0, 1, 4, 5>(two, more) ^ 0x80808080u;
+      bytes |= (uint64_t)four << (8 * i);
+    }
+    *(uint64_t*)(plane ? high : low) = bytes;
+  }
+}
+
+// This work-item's 8 values of row `row` of a run into LDS: bf16, or codes for scaled formats. A group is 8 work-items.
 template <class W> DEVICE void put_x(const Lds& lds, uint32_t row, const float* v) {
-  uint32_t group = tile_lane() / 8, unit = tile_lane() % 8;
+  uint32_t group = tile_lane() / 8, unit = tile_lane() % 8, side = side_of(row, group);
   if constexpr (!W::SCALED) {
     uint32_t word[4];
     UNROLL
     for (uint32_t i = 0; i < 4; i++) word[i] = f32_to_bf16(v[2 * i]).bits | (uint32_t)f32_to_bf16(v[2 * i + 1]).bits << 16;
     *(words16*)(values_of(lds, row, group) + 8 * unit) = {{word[0], word[1], word[2], word[3]}};
   } else {
-    uint32_t top = 0;  // the largest magnitude, as bits of f32
-    UNROLL
-    for (uint32_t i = 0; i < 8; i++) {
-      uint32_t bits = bits_of(v[i]) & 0x7fffffffu;
-      top = bits > top ? bits : top;
-    }
-    UNROLL
-    for (uint32_t m = 1; m < 8; m <<= 1) {
-      uint32_t other = shuffle_xor(top, m);
-      top = other > top ? other : top;
-    }
-    // The exponent of top, one more for the largest mantissas, so that |q| <= 32512 fits the planes; not so small that 2^e has no normal f32.
-    uint32_t exponent = (top + 0x20000u) >> 23;
-    exponent = exponent > 27u ? exponent : 27u;
-    float up = float_of((268u - exponent) << 23);
-    constexpr uint32_t ZERO = 0x4b400080u;  // 1.5 * 2^23 + 128: the f32 that is added to q, which rounds it to an integer in the low bits
-    uint32_t q[8];
-    UNROLL
-    for (uint32_t i = 0; i < 8; i++) q[W::FORMAT == WEIGHT_Q4G64 ? i % 2 * 4 + i / 2 : i] = bits_of(fma_f32(v[i], up, float_of(ZERO)));
-    if constexpr (W::FORMAT == WEIGHT_Q4G64) {
-      uint32_t sum = 0;
-      UNROLL
-      for (uint32_t i = 0; i < 8; i++) sum += q[i] - ZERO;
-      UNROLL
-      for (uint32_t m = 1; m < 8; m <<= 1) sum += shuffle_xor(sum, m);
-      if (unit == 0) lds.x_sum[side_of(row, group)] = (int32_t)(sum << 3);  // a code is 8 + value
-    }
-    if (unit == 0) lds.x_scale[side_of(row, group)] = float_of(top >= 0x7f800000u ? 0x7fc00000u : (exponent - 14u) << 23);
-    UNROLL
-    for (uint32_t plane = 0; plane < 2; plane++) {
-      uint64_t bytes = 0;
-      UNROLL
-      for (uint32_t i = 0; i < 8; i += 4) {  // byte 0 of q + 128 is low with its sign turned, byte 1 is high
-        uint32_t first = pick_bytes<0, 4, 1, 5>(q[i], q[i + 1]), second = pick_bytes<0, 4, 1, 5>(q[i + 2], q[i + 3]);
-        uint32_t four = plane ? pick_bytes<2, 3, 6, 7>(first, second) : pick_bytes<0, 1, 4, 5>(first, second) ^ 0x80808080u;
-        bytes |= (uint64_t)four << (8 * i);
-      }
-      *(uint64_t*)(plane_of(lds, row, plane, group) + 8 * unit) = bytes;
-    }
+    put_codes<W>(plane_of(lds, row, 0, group) + 8 * unit, plane_of(lds, row, 1, group) + 8 * unit, lds.x_scale + side, lds.x_sum + side, v);
   }
 }
 
@@ -188,11 +195,16 @@ DEVICE float sum_of(const Weights& w, const Lds& lds, uint32_t wave, uint32_t ro
   return sum * row_scale(lds, w, wave, row, o);
 }
 
+// f(wave, row) for the rows of a wave's outputs; wave: whose columns they are, 0 if wide.
+template <class F> DEVICE void for_rows(bool wide, uint32_t rows, const F& f) {
+  uint32_t wave = wide ? 0u : tile_group();
+  ROLLED
+  for (uint32_t row = wide ? tile_group() : 0u; row < rows; row += wide ? ROWS : 1u) f(wave, row);
+}
+
 // f(wave, column, row, sum) for each output.
 template <class F> DEVICE void for_outputs(const Weights& w, const Lds& lds, uint32_t rows, const Operand& o, const F& f) {
-  uint32_t wave = w.wide ? 0u : tile_group();
-  ROLLED
-  for (uint32_t row = w.wide ? tile_group() : 0u; row < rows; row += w.wide ? ROWS : 1u) f(wave, tile_lane(), row, sum_of(w, lds, wave, row, o));
+  for_rows(w.wide, rows, [&](uint32_t wave, uint32_t row) { f(wave, tile_lane(), row, sum_of(w, lds, wave, row, o)); });
 }
 
 // Two blocks share a set of columns: half 0 has the first values of k, half 1 the others. An output is the sum of both, so that two devices which have half
@@ -209,22 +221,28 @@ DEVICE Weights half_of(uint32_t k, uint32_t matrices, uint32_t half, bool wide) 
 }
 DEVICE uint32_t half_sums(bool wide) { return wide ? HALF_SUMS : WAVES * HALF_SUMS; }
 
-// for_outputs of the sums of both halves, in the block that comes second. `word`: LDS of the caller's. sum(wave, row): of this half.
+// for_outputs of the sums of both halves, in the block that comes second. `word`: LDS of the caller's. sum(wave, row): of this half. Where all outputs
+// are wave 0's the others have no part in it.
 template <class Sum, class F>
 DEVICE void for_both(const Halves& h, uint32_t set, uint32_t half, bool wide, uint32_t rows, uint32_t* word, const Sum& sum, const F& f) {
-  uint32_t wave = wide ? 0u : tile_group(), each = half_sums(wide);
-  float* mine = h.partial + (uint64_t)(2 * set + half) * each + wave * HALF_SUMS + tile_lane();
-  for (uint32_t row = wide ? tile_group() : 0u; row < rows; row += wide ? ROWS : 1u) mine[row * COLS] = sum(wave, row);
+  bool alone = wide && rows == 1u;
+  if (alone && tile_group()) return;
+  uint32_t each = half_sums(wide);
+  float* low = h.partial + (uint64_t)(2 * set) * each + tile_lane();
+  auto at = [&](uint32_t wave, uint32_t row) { return (wave * ROWS + row) * COLS; };
+  auto meet = [&] {
+    if (alone) wave_sync();
+    else block_sync();
+  };
+  for_rows(wide, rows, [&](uint32_t wave, uint32_t row) { low[half * each + at(wave, row)] = sum(wave, row); });
   fence_device();
-  block_sync();
+  meet();
   if (thread_id() == 0) *word = global_add(h.arrivals + set, 1u);
-  block_sync();
+  meet();
   if (*word == 0) return;
   fence_device();
   if (thread_id() == 0) h.arrivals[set] = 0;
-  const float* low = h.partial + (uint64_t)(2 * set) * each + wave * HALF_SUMS + tile_lane();
-  ROLLED
-  for (uint32_t row = wide ? tile_group() : 0u; row < rows; row += wide ? ROWS : 1u) f(wave, tile_lane(), row, low[row * COLS] + low[each + row * COLS]);
+  for_rows(wide, rows, [&](uint32_t wave, uint32_t row) { f(wave, tile_lane(), row, low[at(wave, row)] + low[each + at(wave, row)]); });
 }
 
 }  // namespace wave_product

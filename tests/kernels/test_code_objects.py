@@ -16,7 +16,7 @@ import yaml
 
 from glm53.hip.module import manifest
 from glm53.hip.runtime import native_directory
-from glm53.ops import pair_args, step_args
+from glm53.ops import mtp_args, pair_args, step_args
 from glm53.ops.args import Args
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +145,7 @@ def test_host_table_agrees_with_the_manifest_and_the_structs() -> None:
 
 
 def test_argument_structs_have_no_gaps() -> None:
-    assert {step_args.step_gemv_args, pair_args.exchange_args} <= set(Args.__subclasses__())
+    assert {step_args.step_gemv_args, pair_args.exchange_args, mtp_args.accept_args} <= set(Args.__subclasses__())
     for struct in Args.__subclasses__():
         fields = [getattr(struct, field[0]) for field in struct._fields_]
         ends = [field.offset + field.size for field in fields]
@@ -173,7 +173,7 @@ def test_objects_are_the_same_bytes_when_built_in_another_directory(tmp_path: Pa
     copy = tmp_path / "another place with spaces"
     shutil.copytree(ROOT / "hipsrc", copy / "hipsrc")
     (copy / "glm53" / "ops").mkdir(parents=True)
-    for name in ("__init__.py", "ops/__init__.py", "ops/args.py", "ops/step_args.py", "ops/pair_args.py"):
+    for name in ("__init__.py", "ops/__init__.py", "ops/args.py", "ops/history_args.py", "ops/step_args.py", "ops/pair_args.py", "ops/mtp_args.py"):
         shutil.copy(ROOT / "glm53" / name, copy / "glm53" / name)
     archs = [arch for arch in ("gfx1100", "sm_90") if arch in manifest()["objects"]]
     environment = os.environ | {"GLM53_ARCHS": ",".join(archs) or "none"}

@@ -10,6 +10,7 @@ import pytest
 
 from glm53.check.case import Bench
 from glm53.hip import Array, Device
+from glm53.mem.extents import GroupedShape
 from glm53.ops import rows
 from glm53.ops.contract import ContractError
 from glm53.ops.hotcache import FetchList
@@ -60,7 +61,6 @@ def fetch(make: Make, starts: int = 2, entries: int = 32, with_staging: bool = T
     given: dict[str, Any] = {
         "planes": range(2, 4),
         "staging_plane_first": 2,
-        "source_plane_bytes": 64,
         "hot_plane_bytes": 64,
         "staging_plane_bytes": 64,
         "row_bytes": 32,
@@ -113,23 +113,54 @@ def test_copy_planes(make: Make, change: dict[str, Any], text: str) -> None:
     ("change", "text"),
     [
         ({"rows": 9}, "table_row has 2 extents, 9 rows need 3"),
-        ({"rows": 7}, "target has 96 bytes, 7 rows need 112"),
+        ({"rows": 7}, "linear buffer has 96 bytes, 7 rows need 112"),
         ({"rows": -1}, "rows is -1"),
         ({"row_bytes": 8}, "row_bytes is 8"),
         ({"plane_offset_bytes": 4}, "plane_offset_bytes is 4"),
+        ({"stride_bytes": 24}, "stride_bytes is 24"),
+        ({"stride_bytes": 0}, "stride_bytes is 0, expected 16 or more"),
+        ({"row_bytes": 1 << 30, "rows": 32, "extent_rows": 32, "stride_bytes": 1 << 30}, "expected below 2\\^35"),
     ],
 )
 def test_gather_plane(make: Make, change: dict[str, Any], text: str) -> None:
     table, target = make(U64, 1, 2), make(U8, 96)
-    given = {"plane_offset_bytes": 0, "rows": 4, "extent_rows": 4, "row_bytes": 16} | change
+    given = {"plane_offset_bytes": 0, "stride_bytes": 16, "rows": 4, "extent_rows": 4, "row_bytes": 16} | change
     with pytest.raises(ContractError, match=text):
         rows.gather_plane(target.device.default_stream, table, target, **given)
+
+
+def test_scatter_plane_counts_from_the_first_row(make: Make) -> None:
+    table, source = make(U64, 1, 2), make(U8, 96)
+    stream = source.device.default_stream
+    sizes = {"plane_offset_bytes": 0, "stride_bytes": 16, "extent_rows": 4, "row_bytes": 16}
+    for first, count, text in ((6, 3, "2 extents, 9 rows need 3"), (4, 3, "96 bytes, 7 rows need 112"), (-1, 1, "first -1")):
+        with pytest.raises(ContractError, match=text):
+            rows.scatter_plane(stream, table, source, first=first, rows=count, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"first_row": 60, "rows": 5}, "rows \\[60, 65\\), expected within the 64 of an extent"),
+        ({"first_row": -1}, "rows \\[-1, 0\\)"),
+        ({"rows": -1}, "rows \\[0, -1\\)"),
+        ({"source_plane_bytes": 8}, "plane bytes 8: expected multiples of 16"),
+        ({"groups": 2}, "groups dim 0 is 2, expected 1"),
+    ],
+)
+def test_copy_back(make: Make, change: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"source_plane_bytes": 16, "first_row": 0, "rows": 1, "groups": 1} | change
+    memory, groups, shape = make(U8, 64), make(U32, given.pop("groups"), 2), GroupedShape(64, 2, 16, (2,))
+    with pytest.raises(ContractError, match=text):
+        rows.copy_back(memory.device.default_stream, memory.address, memory.address, groups, shape, **given)
 
 
 def test_nothing_to_move_launches_nothing(make: Make) -> None:
     target = make(U8, 32)
     stream = target.device.default_stream
-    rows.gather_plane(stream, 0, target, plane_offset_bytes=0, rows=0, extent_rows=4, row_bytes=16)
+    rows.gather_plane(stream, 0, target, plane_offset_bytes=0, stride_bytes=16, rows=0, extent_rows=4, row_bytes=16)
+    groups, shape = make(U32, 1, 2), GroupedShape(64, 2, 16, (2,))
+    rows.copy_back(stream, target.address, target.address, groups, shape, source_plane_bytes=16, first_row=64, rows=0)
     rows.copy_planes(stream, 0, target.address, source_plane_bytes=0, target_plane_bytes=0, length_bytes=0, planes=2)
     rows.copy_planes(stream, 0, target.address, source_plane_bytes=0, target_plane_bytes=0, length_bytes=16, planes=0)
     assert (target.numpy() == 0xFF).all()
@@ -149,6 +180,7 @@ def test_costs() -> None:
     assert rows.cost_store_rows(rows=2, width=576, item_bytes=4, row_bytes=656).bytes == 2 * (2304 + 656 + 8)
     assert rows.cost_fetch(rows=3, planes=4, row_bytes=656).bytes == 12 * (1312 + 16)
     assert rows.cost_copy_planes(length_bytes=64, planes=3).bytes == 384
+    assert rows.cost_copy_back(rows=64, planes=4, row_bytes=656).bytes == 2 * 64 * 4 * 656
     assert rows.cost_gather_plane(rows=5, row_bytes=656).bytes == 6560
 
 

@@ -17,7 +17,7 @@ Launch = Callable[..., None]
 # Buffers whose content after a launch means nothing, by field of the argument struct.
 SCRATCH = {
     "step_topk": ("entries", "entry_counts"),
-    **dict.fromkeys((f"step_halves_bf16_{weights}" for weights in ("bf16", "q8g64")), ("partial",)),
+    **dict.fromkeys((f"step_halves_{kind}" for kind in ("bf16_bf16", "bf16_q8g64", "one_bf16_q8g64")), ("partial",)),
     **dict.fromkeys((f"step_down_bf16_{weights}" for weights in ("bf16", "q8g64", "q4g64")), ("partial",)),
 }
 

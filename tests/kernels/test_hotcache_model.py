@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from glm53.check.case import Bench
-from glm53.check.cases_hotcache import SHAPE, TAG_LAST, TierCheck, counters, draw_tables
+from glm53.check.cases_hotcache import SOURCE, TAG_LAST, TierCheck, counters, draw_tables
 from glm53.check.cases_step_select import StepTierCheck
 from glm53.check.compare import Mismatch, compare
 from glm53.hip import Array, Device, runtime
+from glm53.mem.extents import GroupPlace
 from glm53.ops import hotcache
 from glm53.ops.contract import ContractError
 from glm53.ops.hotcache import Counter
@@ -319,7 +320,8 @@ def test_large_indices_of_sessions_and_groups(device: Device) -> None:
         check = TierCheck(bench, sessions=3, groups=21, positions=last + 1, slots=4, ring_rows=8, k=4, rows_max=2)
         check.set_state(2, full=False, boundary=last)
         check.plan_round(20, {2: [[0, last - 1, last], [last - 1]]})
-        compare("source", bench.read(check.fetch.sources)[1:2], draw_tables(3, last + 1)[2, -1:] + np.uint64(62 * SHAPE.row_bytes))
+        offset = np.uint64(SOURCE.offset_bytes + 62 * SOURCE.stride_bytes)
+        compare("source", bench.read(check.fetch.sources)[1:2], draw_tables(3, last + 1)[2, -1:] + offset)
         assert counters(check, 2, 20) == [0, 2, 1, 1, 0, 0]
 
 
@@ -355,7 +357,7 @@ def test_wrappers_refuse_what_the_kernels_do_not_take(device: Device) -> None:
         def array(dtype: DType, *shape: int) -> Array:
             return bench.poison(dtype, shape)
 
-        def plan(group: int = 0, k: int = 4, starts: int = 2, ring_rows: int = 8, entries: int = 32) -> None:
+        def plan(group: int = 0, k: int = 4, starts: int = 2, ring_rows: int = 8, entries: int = 32, source: GroupPlace = SOURCE) -> None:
             fetch = hotcache.FetchList(array(DType.U64, entries), array(DType.U64, entries), array(DType.I32, entries), array(DType.I32, 1))
             hotcache.hot_plan(
                 bench.stream,
@@ -369,7 +371,7 @@ def test_wrappers_refuse_what_the_kernels_do_not_take(device: Device) -> None:
                 group,
                 array(DType.U64, 8, k),
                 fetch,
-                SHAPE,
+                source,
                 ring_rows,
             )
 
@@ -379,6 +381,9 @@ def test_wrappers_refuse_what_the_kernels_do_not_take(device: Device) -> None:
             ({"starts": 1}, "round_starts dim 0 is 1, expected at least 2"),
             ({"starts": 3}, "fetch.counts dim 0 is 1, expected at least rounds=2"),
             ({"ring_rows": 0}, "ring_rows is 0"),
+            ({"source": GroupPlace(64, 656, 8, 656)}, "rows 656 bytes apart from 8 on"),
+            ({"source": GroupPlace(64, 656, 0, 1000)}, "rows 1000 bytes apart"),
+            ({"source": GroupPlace(64, 24, 0, 24)}, "row_bytes is 24"),
         ):
             with pytest.raises(ContractError, match=text):
                 plan(**wrong)

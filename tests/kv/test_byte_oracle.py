@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +17,8 @@ from glm53.check.reference_rows import oracle_bytes, row_bits, row_values
 from glm53.errors import HipError
 from glm53.hip import Device, runtime
 from glm53.hip.array import f32_from_bf16
-from glm53.kv import KvCache
-from glm53.mem.extents import ExtentShape
+from glm53.kv import HostTier, HostTierConfig, KvCache
+from glm53.mem.extents import ExtentShape, GroupedShape, GroupPlace
 from glm53.ops import hotcache, rows
 from glm53.spec import DType, RowFormat, Space
 
@@ -169,6 +171,58 @@ def test_tiers_count_evictions_and_duplicates() -> None:
             assert counters[name][0] > 0, (name, counters)
 
 
+@pytest.mark.parametrize("cut", [(6,), (4, 2), (1, 3, 2), (1,) * 6], ids=str)
+@pytest.mark.parametrize("by_kernel", [True, False], ids=["kernel", "copy2d"])
+def test_rows_lie_in_host_memory_as_documented(by_kernel: bool, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host extents read by the host: group after group, each [extent rows, planes, row bytes], whether rows came through the ring or were streamed;
+    memory behind the last row is as it was."""
+    monkeypatch.setattr(HostTierConfig, "copies_by_kernel", by_kernel)
+    firsts, extent_rows = np.cumsum((0, *cut)).tolist(), 128
+    groups = [range(a, b) for a, b in itertools.pairwise(firsts)]
+    with cache_of("q8g64", groups=groups, extent_rows=extent_rows) as cache:
+        twin = Twin(1, cache, "q8g64", cache.rows_max)
+        for count in (150, 8, 3, 300, 1, 8, 64, 7):  # into the hot buffer, through the ring, streamed, through the ring
+            twin.append(count)
+        twin.session.settle()
+        tier = cache.tier
+        assert isinstance(tier, HostTier)
+        row_bytes = tier.layout.row_bytes
+        addresses = tier.sessions[twin.session.slot].history.addresses
+        assert len(addresses) > 3
+        for extent, address in enumerate(addresses):
+            held = tier.host.view(address, LAYERS * extent_rows * row_bytes)
+            positions = np.arange(extent * extent_rows, (extent + 1) * extent_rows)
+            for group in groups:
+                begin, end = (plane * extent_rows * row_bytes for plane in (group[0], group[-1] + 1))
+                block = held[begin:end].reshape(extent_rows, len(group), row_bytes)
+                for place, layer in enumerate(group):
+                    _, want = coded(1, layer, positions, twin.writes[positions], "q8g64")
+                    want[positions >= twin.rows] = 0
+                    np.testing.assert_array_equal(block[:, place], want, err_msg=f"extent {extent}, layer {layer}")
+
+
+@pytest.mark.parametrize("wrong", ["plane", "group", "row"])
+def test_the_oracle_sees_rows_at_wrong_places(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads that miss by a plane, a group or a row: every byte belongs to somebody, so only the oracle can tell."""
+    right = GroupedShape.place
+
+    def place(shape: GroupedShape, group: int) -> GroupPlace:
+        found = right(shape, group)
+        if wrong == "group":
+            return right(shape, 1 - group)
+        off = found.row_bytes if wrong == "plane" else found.stride_bytes
+        return dataclasses.replace(found, offset_bytes=found.offset_bytes + off)
+
+    monkeypatch.setattr(GroupedShape, "place", place)
+    with cache_of("q8g64", groups=((0, 1, 2), (3, 4, 5))) as cache:
+        twin = Twin(0, cache, "q8g64", cache.rows_max)
+        for _ in range(75):
+            twin.append(8)
+        twin.session.settle()
+        with pytest.raises(AssertionError, match="layer"):
+            twin.check(0, np.arange(TOPK)[None, :] + 100)
+
+
 # A launch that fails
 
 
@@ -236,51 +290,80 @@ def device() -> Iterator[Device]:
     device.close()
 
 
+FAR_ROWS, FAR_COUNT = 1 << 23, 40  # rows of an extent, of which the last ones exist but for 7
+
+
+def far_selection(row_bytes: int) -> tuple[int, np.ndarray]:
+    """(first position that exists, [2, n] i32 positions in any order)"""
+    first, rng = FAR_ROWS - FAR_COUNT - 7, np.random.default_rng(row_bytes)
+    return first, np.stack([rng.permutation(FAR_COUNT) for _ in range(2)]).astype(np.int32) + np.int32(first)
+
+
+def far_rows(planes: int, row_bytes: int) -> np.ndarray:
+    """[planes, n, row_bytes] u8"""
+    nothing = np.zeros(FAR_COUNT, np.int64)
+    return np.stack([oracle_bytes(1, layer, np.arange(FAR_COUNT), nothing, row_bytes) for layer in range(planes)])
+
+
 @pytest.mark.parametrize("row_bytes", [656, 2304])
-def test_offsets_beyond_two_to_the_31(row_bytes: int, device: Device) -> None:
+def test_device_extents_beyond_two_to_the_31(row_bytes: int, device: Device) -> None:
     """One extent of 2^23 rows: positions lie up to 18 GiB, and 2^32 f32 elements, behind its base, planes further still. Bases are set back by as
     much, so that the sums must be right to the last bit to meet the memory that is there."""
-    extent_rows, planes, n = 1 << 23, 3, 40
-    shape = ExtentShape(extent_rows, planes, row_bytes)
-    first = extent_rows - n - 7
-    rng = np.random.default_rng(row_bytes)
-    selected = np.stack([rng.permutation(n) for _ in range(2)]).astype(np.int32) + np.int32(first)
-    with Bench(device) as bench, device.host_alloc(planes * n * row_bytes, category="check") as host:
-        data = np.stack([oracle_bytes(1, layer, np.arange(n), np.zeros(n, np.int64), row_bytes) for layer in range(planes)])
+    planes, n = 3, FAR_COUNT
+    shape = ExtentShape(FAR_ROWS, planes, row_bytes)
+    first, selected = far_selection(row_bytes)
+    data = far_rows(planes, row_bytes)
+    with Bench(device) as bench, device.host_alloc(data.nbytes, category="check") as host:
         host.array[:] = data.reshape(-1)
         put, stream = bench.put, bench.stream
         counts, sessions, positions = put(np.full(2, n, np.int32)), put(np.zeros(2, np.int32)), put(selected)
-        hot = bench.poison(DType.U8, (planes, 256, row_bytes))
         for layer in range(planes):
             here = host.device_address + layer * n * row_bytes
             base = (here - first * row_bytes - layer * shape.plane_bytes) % (1 << 64)
-            tables = put(np.array([[base]], U64))
             plan, out = bench.poison(DType.U64, (2, n)), bench.poison(DType.U8, (2, n, row_bytes))
-            hotcache.plan_extent(stream, positions, counts, tables, sessions, plan, shape)
+            hotcache.plan_extent(stream, positions, counts, put(np.array([[base]], U64)), sessions, plan, shape)
             rows.copy_rows(stream, plan, None, out, offsets=(0, layer * shape.plane_bytes, 0, 0))
             np.testing.assert_array_equal(bench.read(out), data[layer][selected - first], err_msg=f"plan_extent, plane {layer}")
 
-            states = put(hotcache.pack_states([(hot.address, False, extent_rows, 1)]))
-            slots = hotcache.SlotTables.make(device, 1, 1, extent_rows, 64, category="check")
+
+@pytest.mark.parametrize("row_bytes", [656, 2304])
+def test_host_extents_beyond_two_to_the_31(row_bytes: int, device: Device) -> None:
+    """The same of group-major extents, for the decision, the fetch of a group's planes at once, the gather of a plane and copy-back."""
+    cut, n = (1, 3), FAR_COUNT
+    shape = GroupedShape(FAR_ROWS, sum(cut), row_bytes, cut)
+    first, selected = far_selection(row_bytes)
+    data = far_rows(sum(cut), row_bytes)
+    with Bench(device) as bench, device.host_alloc(data.nbytes, category="check") as host:
+        put, stream = bench.put, bench.stream
+        counts, sessions, positions = put(np.full(2, n, np.int32)), put(np.zeros(2, np.int32)), put(selected)
+        hot, ring = bench.poison(DType.U8, (sum(cut), 256, row_bytes)), put(data)
+        planes = put(np.array([(0, 1), (1, 3)], np.uint32))
+        for group, layers in enumerate((range(1), range(1, 4))):
+            # Rows `first` and up of this group alone lie in `host`; copy-back moves them there in one launch of one group.
+            here, place = host.device_address, shape.place(group)
+            base = (here - (FAR_ROWS * layers[0] + first * len(layers)) * row_bytes) % (1 << 64)
+            args = {"source_plane_bytes": n * row_bytes, "first_row": first, "rows": n}
+            only = GroupedShape(FAR_ROWS, len(layers), row_bytes, (len(layers),))
+            rows.copy_back(stream, ring.address, base, planes.slice(group, group + 1), only, **args)
+            tables = put(np.array([[base]], U64))
+            plan, out = bench.poison(DType.U64, (2, n)), bench.poison(DType.U8, (2, n, row_bytes))
+            states = put(hotcache.pack_states([(hot.address, False, FAR_ROWS, 1)]))
+            slots = hotcache.SlotTables.make(device, 1, 1, FAR_ROWS, 64, category="check")
             fetch = hotcache.FetchList.make(device, 2, n, 1, category="check")
             slots.reset(stream, 0)
             starts = put(np.array([0, 2], np.int32))
-            hotcache.hot_plan(stream, positions, counts, sessions, starts, tables, states, slots, 0, plan, fetch, shape, 128)
-            rows.fetch(
-                stream,
-                fetch,
-                starts,
-                planes=range(layer, layer + 1),
-                staging=None,
-                staging_plane_first=0,
-                source_plane_bytes=shape.plane_bytes,
-                hot_plane_bytes=256 * row_bytes,
-                staging_plane_bytes=0,
-                row_bytes=row_bytes,
-                k=n,
-            )
-            rows.copy_rows(stream, plan, None, out, offsets=(layer * 256 * row_bytes, 0, 0, 0))
-            np.testing.assert_array_equal(bench.read(out), data[layer][selected - first], err_msg=f"hot_plan and fetch, plane {layer}")
+            hotcache.hot_plan(stream, positions, counts, sessions, starts, tables, states, slots, 0, plan, fetch, place, 128)
+            sizes = {"hot_plane_bytes": 256 * row_bytes, "staging_plane_bytes": 0, "row_bytes": row_bytes, "k": n}
+            rows.fetch(stream, fetch, starts, planes=layers, staging=None, staging_plane_first=0, **sizes)
+            for layer in layers:
+                rows.copy_rows(stream, plan, None, out, offsets=(layer * 256 * row_bytes, 0, 0, 0))
+                np.testing.assert_array_equal(bench.read(out), data[layer][selected - first], err_msg=f"fetch, plane {layer}")
+                # The gather begins at row 0, so its extent is one that begins where these rows do.
+                linear, offset = bench.poison(DType.U8, (n, row_bytes)), place.row_offset(0, layer)
+                far = (base + place.row_offset(first, layer) - offset) % (1 << 64)
+                lie = {"plane_offset_bytes": offset, "stride_bytes": place.stride_bytes, "extent_rows": FAR_ROWS, "row_bytes": row_bytes}
+                rows.gather_plane(stream, put(np.array([far], U64)), linear, rows=n, **lie)
+                np.testing.assert_array_equal(bench.read(linear), data[layer], err_msg=f"gather, plane {layer}")
             fetch.free()
             slots.free()
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from glm53.mem.extents import ExtentPool, ExtentShape
+from glm53.mem.extents import ExtentPool, ExtentShape, GroupedShape
 from glm53.mem.history import History, OutOfExtents
 
 SHAPE = ExtentShape(extent_rows=64, planes=3, row_bytes=48)
@@ -24,6 +24,32 @@ def test_shape_arithmetic() -> None:
     assert SHAPE.extent_bytes == 64 * 3 * 48
     assert SHAPE.plane_bytes == 64 * 48
     assert [SHAPE.extents_for(rows) for rows in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("groups", [(3,), (1, 2), (2, 1), (1, 1, 1)])
+def test_group_major_rows_are_disjoint_and_where_the_views_have_them(groups: tuple[int, ...]) -> None:
+    shape = GroupedShape(64, 3, 48, groups)
+    assert (shape.extent_bytes, shape.extents_for(65)) == (SHAPE.extent_bytes, 2)
+    words = np.zeros(shape.extent_bytes, np.uint8)
+    plane = 0
+    for group, (planes, view) in enumerate(zip(groups, shape.views(words), strict=True)):
+        place = shape.place(group)
+        assert shape.first_plane(group) == plane and view.shape == (64, planes, 48) and np.shares_memory(view, words)
+        for row, index in np.ndindex(64, planes):
+            offset = place.row_offset(row + 640, plane + index)
+            assert not words[offset : offset + 48].any(), "rows overlap"
+            view[row, index] = 1 + plane + index
+            assert (words[offset : offset + 48] == 1 + plane + index).all()
+        plane += planes
+    assert words.all()
+    if groups == (1, 1, 1):
+        assert [shape.place(group).row_offset(5, group) for group in range(3)] == [group * SHAPE.plane_bytes + 5 * 48 for group in range(3)]
+
+
+@pytest.mark.parametrize("groups", [(), (2,), (2, 2), (0, 3), (4, -1)])
+def test_groups_that_are_not_the_planes(groups: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="groups of"):
+        GroupedShape(64, 3, 16, groups)
 
 
 @pytest.mark.parametrize("rows, planes, row_bytes", [(0, 1, 16), (63, 1, 16), (64, 0, 16), (64, 1, 0), (64, 1, 20)])

@@ -79,7 +79,7 @@ def test_round_tags_wrap(make_checkpoint: Callable[..., Path]) -> None:
 
 FALLBACKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"fetch": "copy"}, {}),
-    ({"copy_back": "kernel"}, {}),
+    ({"copy_back": "copy2d"}, {}),
     ({"fetch": "copy", "copy_back": "kernel"}, {"host_memory": "hostmalloc"}),
     ({"chunk_bytes": 1}, {}),  # an extent a slab
     ({}, {"host_kv_gib": 0.02}),

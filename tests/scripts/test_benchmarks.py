@@ -75,9 +75,9 @@ def test_gather(tmp_path: Path) -> None:
         assert (row["holds"] in ("True", "False")) == judged, row
         limit = 1.3 * float(row["floor us"]) + float(row["0 % us"])
         assert float(row["t / limit"]) == pytest.approx(float(row["median us"]) / limit)
-    assert {(r["to"], r["method"]) for r in rows_of(tmp_path, "copy_back")} == {(a, b) for a in ("host", "device") for b in ("copy2d", "kernel")}
+    assert [(r["planes"], r["groups"], r["method"]) for r in rows_of(tmp_path, "copy_back")] == [("6", "2", "kernel"), ("6", "2", "copy2d")]
     assert [r["method"] for r in rows_of(tmp_path, "host_memory")] == ["register", "hostmalloc"]
-    assert [r["blocks a plane"] for r in rows_of(tmp_path, "blocks_1")] == ["0", "1", "3"]
+    assert [r["blocks"] for r in rows_of(tmp_path, "blocks_1")] == ["0", "1", "3"]
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report["machine"]) == {"device", "runtime", "python", "commit", "date", "command"}
     assert report["machine"]["command"].startswith("bench_gather --tiny") and all(remark in text for remark in report["remarks"])
