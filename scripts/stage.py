@@ -156,7 +156,9 @@ class Stage:
         blocks = row_blocks(self.spec, engine.tier.layout.row_format, extent_rows, seed)
         planes = np.arange(engine.tier.layout.planes)
         for side in engine.stage.sides:
-            side.tier.adopt(slot, rows, lambda first, count: blocks[(first // extent_rows * 7 + planes * 13 + seed) % BLOCKS, :count])
+            for first in range(0, rows, extent_rows):
+                extent = blocks[(first // extent_rows * 7 + planes * 13 + seed) % BLOCKS, : min(extent_rows, rows - first)]
+                side.tier.adopt(slot, np.ascontiguousarray(extent), rows)
             self._fill_keys(side, slot, rows, seed)
 
     def _fill_keys(self, side: Side, slot: int, rows: int, seed: int) -> None:

@@ -54,6 +54,15 @@ def run_gemv(rows: int, n: int, k: int, dtype: DType, weight_format: WeightForma
         return compare("y", bench.bits(joined), bench.bits(whole))
 
 
+def run_parts(rows: int, low: int, high: int, dtype: DType, device: Device) -> Comparison:
+    """Columns of both sides, put side by side."""
+    parts = [draw(45 + i, (rows, n), dtype) for i, n in enumerate((low, high))]
+    with Bench(device) as bench:
+        held, whole = [bench.put(part, dtype) for part in parts], bench.poison(dtype, (rows, low + high))
+        halves.join_parts(bench.stream, held[0], held[1], whole)
+        return compare("whole", bench.bits(whole), np.concatenate([bench.bits(part) for part in held], axis=1))
+
+
 def run_down(case: Down, device: Device) -> Comparison:
     i = draw_down(case)
     with Bench(device) as bench:
@@ -148,4 +157,9 @@ def _downs() -> list[Case]:
     return cases
 
 
-CASES = _products() + _downs()
+def _parts() -> list[Case]:
+    sizes = ((1, 256, 256, BF16), (3, 130, 128, BF16), (2, 33, 32, F32), (9, 1000, 1, F32))
+    return [Case("halves", f"parts-{t.label}-{rows}x{low}+{high}", partial(run_parts, rows, low, high, t)) for rows, low, high, t in sizes]
+
+
+CASES = _products() + _downs() + _parts()

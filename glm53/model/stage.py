@@ -199,7 +199,7 @@ class Stage:
 
     @contextmanager
     def _abandoning(self, runs: Runs) -> Iterator[None]:
-        """If the inside raises, the sessions have the rows that they had before on every side, and the devices are told anew before their next use."""
+        """If the inside raises, the sessions have the rows that they had before on every side, and devices are told anew before their next use."""
         before = [{slot: side.tier.rows(slot) for slot, _ in runs} for side in self.sides]
         try:
             yield

@@ -20,7 +20,7 @@ from glm53.hip.buffer import Buffer, MemoryKind
 from glm53.ops import halves, merge
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
 from glm53.ops.merge import Lists
-from glm53.ops.pair_args import exchange_args, exchange_parts_args, join_parts_args
+from glm53.ops.pair_args import exchange_args, exchange_parts_args
 from glm53.ops.step import Patience, RowMail
 from glm53.spec import DType
 
@@ -172,8 +172,8 @@ class Exchange:
             wanted = (sides[0].rows, sides[0].my_words, sides[0].other_words)
             d.require(shape == wanted, f"side 1 has (rows, words of side 0, of side 1) {shape}, expected {wanted} as side 0")
             others = self._swap(streams, low.mine, high.mine)
-            _join(streams[0], low.mine, others[0], low.whole)
-            _join(streams[1], others[1], high.mine, high.whole)
+            halves.join_parts(streams[0], low.mine, others[0], low.whole)
+            halves.join_parts(streams[1], others[1], high.mine, high.whole)
         elif isinstance(low, Lists) and isinstance(high, Lists):
             self._swap_lists(d, streams, low, high)
         elif isinstance(low, Rows) and low == high:
@@ -262,12 +262,6 @@ def _parts_args(exchange: Exchange, request: Parts, side: int) -> exchange_parts
     words = d["rows"] * max(sizes) // 4
     d.require(words <= exchange.words_max, f"parts have {words} words, expected at most {exchange.words_max}")
     return exchange_parts_args(mine=mine.address, whole=whole.address, rows=d["rows"], my_words=sizes[0] // 4, other_words=sizes[1] // 4, side=side)
-
-
-def _join(stream: Stream, low: Array, high: Array, whole: Array) -> None:
-    words = [array.shape[1] * array.dtype.item_bytes // 4 for array in (low, high)]
-    args = join_parts_args(low=low.address, high=high.address, whole=whole.address, low_words=words[0], high_words=words[1])
-    launch(stream, "join_parts", (ceil_div(sum(words), stream.device.kernel("join_parts").block), low.shape[0], 1), args)
 
 
 def cost_sums(count: int, item_bytes: int) -> Cost:

@@ -12,7 +12,7 @@ import numpy as np
 
 from glm53.hip import Array, Device, Stream
 from glm53.ops.contract import Dims, ceil_div, launch
-from glm53.ops.pair_args import join_halves_args
+from glm53.ops.pair_args import join_halves_args, join_parts_args
 from glm53.spec import DType
 
 _COLUMNS, _SUMS, _WAVES = 32, 256, 8  # COLS, HALF_SUMS and WAVES of wave_product.h
@@ -68,6 +68,18 @@ def join(stream: Stream, low: Array, high: Array, residual: Array, y: Array) -> 
     args = join_halves_args(low=low.address, high=high.address, residual=residual.address, y=y.address, count=count)
     name = f"join_halves_{y.dtype.label}"
     launch(stream, name, (ceil_div(count, stream.device.kernel(name).constants["values"]), 1, 1), args)
+
+
+def join_parts(stream: Stream, low: Array, high: Array, whole: Array) -> None:
+    """whole [rows, n0 + n1] = columns of low [rows, n0], then of high [rows, n1], whose rows are whole words of 32 bits. Raises ContractError."""
+    d = Dims("join_parts")
+    d.match("low", low, "rows", "n0")
+    d.match("high", high, "rows", "n1", dtype=low.dtype)
+    d.match("whole", whole, "rows", d["n0"] + d["n1"], dtype=low.dtype)
+    words = [d[n] * low.dtype.item_bytes // 4 for n in ("n0", "n1")]
+    d.require(all(d[n] * low.dtype.item_bytes % 4 == 0 for n in ("n0", "n1")), f"rows have {d['n0']} and {d['n1']} values, expected whole words")
+    args = join_parts_args(low=low.address, high=high.address, whole=whole.address, low_words=words[0], high_words=words[1])
+    launch(stream, "join_parts", (ceil_div(sum(words), stream.device.kernel("join_parts").block), d["rows"], 1), args)
 
 
 def _sets(rows: int, n: int) -> int:

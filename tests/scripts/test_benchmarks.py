@@ -103,6 +103,16 @@ def test_append_of_a_model() -> None:
     assert [row["m"] for row in found] == [8, 15] and all(row["rows fetched per new row"] > 0 for row in found)
 
 
+def test_session(tmp_path: Path) -> None:
+    """The restored session gives the file again, or the script ends with an error; no file stays."""
+    found = json.loads(run("bench_session", "--tiny", "--directory", str(tmp_path), "--repeats", "1", "--json"))["tables"]["session"]
+    assert [(row["tier"], row["rows"]) for row in found] == [("host", 20_000), ("resident", 20_000)]
+    for row in found:
+        assert row["save / disk"] == pytest.approx(row["save GB/s"] / row["disk write GB/s"]) and row["GB"] > 0.01
+        assert row["save MiB"] < 256 and row["restore MiB"] < 256
+    assert not list(tmp_path.iterdir())
+
+
 def test_demo(tmp_path: Path) -> None:
     run("bench_demo", "--tiny", "--out", str(tmp_path))
     (key,) = rows_of(tmp_path, "pass_keys")
