@@ -34,6 +34,11 @@ class HostExtents:
         chunk = self._chunk_extents * self.shape.extent_bytes
         self._add(make_slabs(self.device, -(-host_bytes // chunk) * chunk, chunk, self.method, self.category, progress))
 
+    def add(self, extents: int) -> None:
+        """So many more extents, or a chunk: the one on its way, or a new one. DeviceMemoryError leaves all as it was."""
+        slab = self._ahead.wait()
+        self._add([slab] if slab is not None else [self._make(max(extents, self._chunk_extents) * self.shape.extent_bytes)])
+
     def reserve(self, history: History, row_count: int) -> bool:
         """Room for `row_count` rows of a history; True if its extents changed.
 
@@ -44,8 +49,7 @@ class HostExtents:
             try:
                 return history.reserve(row_count)
             except OutOfExtents as short:
-                slab = self._ahead.wait()
-                self._add([slab] if slab is not None else [self._make(max(short.missing, self._chunk_extents) * self.shape.extent_bytes)])
+                self.add(short.missing)
 
     def grow_ahead(self, extents: int) -> None:
         """`extents` may be asked for soon: starts to page-lock the next chunk in a thread if fewer are free. Takes in the one that is complete."""

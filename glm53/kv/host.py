@@ -23,6 +23,7 @@ import numpy as np
 
 from glm53.errors import HipError, InputError
 from glm53.hip import Array, Buffer, Device, Event, Stream
+from glm53.kv import host_lives
 from glm53.kv.blocks import DeviceBlocks
 from glm53.kv.extents import HostExtents
 from glm53.kv.host_passes import FullPass, StepPass, StreamPass
@@ -120,6 +121,7 @@ class HostTier:
         self.rows_max = config.rows_max
         self.shape = layout.host_shape(config.extent_rows)
         self.sessions: dict[int, Session] = {}
+        self.parked: list[History] = []  # without a slot
         self._free_slots = list(range(config.sessions_max - 1, -1, -1))
         self._undrained = False  # a failed call may have left work on a stream that no other stream waits for
         self.hot_plane_bytes = config.hot_rows * layout.row_bytes
@@ -201,6 +203,18 @@ class HostTier:
             steps.callback(session.history.close)
             self._undrained = True  # until it is drained: whoever gets the hot buffer or the extents waits for it
             self._drain()
+
+    def fork(self, source: int, rows: int) -> int:
+        return host_lives.fork(self, source, rows)
+
+    def detach(self, slot: int) -> History:
+        return host_lives.detach(self, slot)
+
+    def attach(self, parked: History) -> int:
+        return host_lives.attach(self, parked)
+
+    def discard(self, parked: History) -> None:
+        host_lives.discard(self, parked)
 
     def rows(self, slot: int) -> int:
         return self.sessions[slot].rows
@@ -380,12 +394,13 @@ class HostTier:
         """Extents for `row_count` rows; page-locks another chunk of host memory when there are none. DeviceMemoryError leaves all as it was."""
         if row_count > self.config.rows_max:
             raise InputError(f"history: {row_count} rows asked, the tier was opened for {self.config.rows_max} rows a session")
-        if self.host.reserve(session.history, row_count):
-            try:
+        changed = host_lives.own_tail(self, session)
+        try:
+            if self.host.reserve(session.history, row_count) or changed:
                 self.upload_table(session)
-            except BaseException:
-                self.drop(session.slot, session.rows)
-                raise
+        except HipError:
+            self.drop(session.slot, session.rows)
+            raise
 
     def grow_ahead(self) -> None:
         """Has the next chunk page-locked by a thread when the next 2 * extent_rows rows of every open session would not find extents."""
@@ -518,13 +533,13 @@ class HostTier:
         return self.blocks.lend(rows * self.layout.row_bytes, Life.TEMPORARY, "staging")
 
     def check(self) -> None:
-        """Invariants of pools and histories; every extent in use belongs to a session."""
+        """Invariants of pools and histories; every extent in use belongs to a session or a parked history, or to several."""
         self.pool.check()
         self.blocks.check()
-        used = 0
-        for session in self.sessions.values():
-            session.history.check()
-            used += session.history.reserved_rows // self.shape.extent_rows
+        histories = [session.history for session in self.sessions.values()] + self.parked
+        for history in histories:
+            history.check()
+        used = len({extent for history in histories for extent in history.extents})
         assert used == self.pool.capacity - self.pool.free, f"histories hold {used} extents, the pool lent {self.pool.capacity - self.pool.free}"
 
     def free(self) -> None:

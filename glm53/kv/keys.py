@@ -89,6 +89,11 @@ class KeyStore:
             if side == self.shard.index:
                 yield turn * self.shape.extent_rows + row, done, count
 
+    def fork(self, source: int, slot: int, rows: int) -> None:
+        """Keys of the first `rows` rows of another history, in the free `slot`; see `RowStore.fork`."""
+        self._store.fork(source, slot, self._of_side(rows))
+        self._rows[slot] = rows
+
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows."""
         self._store.truncate(slot, self._of_side(rows))

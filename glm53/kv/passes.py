@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -122,6 +122,18 @@ class Tier(Protocol):
     def adopt(self, slot: int, data: np.ndarray, rows_max: int) -> None:
         """Appends rows that come from elsewhere, data [planes, rows, row_bytes] u8, contiguous; they are settled when this returns. The history is
         settled, and will have `rows_max` rows in the end, for which there is room after the first call. If it raises, no row was added."""
+
+    def fork(self, source: int, rows: int) -> int:
+        """A new history with the first `rows` rows of another one, which share full extents; its slot. Raises with nothing opened."""
+
+    def detach(self, slot: int) -> Any:
+        """Ends a history on the device and keeps it in host memory: what `attach` takes, once, or `discard`. Raises with the history still open."""
+
+    def attach(self, parked: Any) -> int:
+        """The history again, its caches cold; its slot. Raises with nothing opened, and can be tried again."""
+
+    def discard(self, parked: Any) -> None:
+        """Gives up a history that was detached."""
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows, also where it raises."""

@@ -51,6 +51,31 @@ class ResidentTier:
         self.store.reserve(slot, max(rows_max, self.store.rows(slot) + data.shape[1]))
         self.store.adopt(slot, data)
 
+    def fork(self, source: int, rows: int) -> int:
+        slot = self.store.free_slot()
+        self.store.fork(source, slot, rows)
+        return slot
+
+    def detach(self, slot: int) -> np.ndarray:
+        shape = self.store.shape
+        data = np.empty((shape.planes, self.store.rows(slot), shape.row_bytes), np.uint8)
+        if data.size:
+            self.store.export(slot, 0, data)
+        self.store.release(slot)
+        return data
+
+    def attach(self, parked: np.ndarray) -> int:
+        slot = self.open()
+        try:
+            self.adopt(slot, parked, parked.shape[1])
+        except BaseException:
+            self.close(slot)
+            raise
+        return slot
+
+    def discard(self, parked: np.ndarray) -> None:
+        pass
+
     def truncate(self, slot: int, rows: int) -> None:
         self.store.truncate(slot, rows)
 

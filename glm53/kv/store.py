@@ -6,7 +6,9 @@ and says where things are. One store holds one kind of row (MLA rows, index keys
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,9 +16,10 @@ from glm53.errors import DeviceMemoryError, InputError
 from glm53.hip import Array, Buffer, Device, Stream
 from glm53.kv.passes import extent_spans
 from glm53.mem.extents import ExtentPool, ExtentShape
-from glm53.mem.history import History, OutOfExtents
+from glm53.mem.history import ExtentCopy, History, OutOfExtents
 from glm53.spec import DType
 
+T = TypeVar("T")
 SLAB_BYTES = 32 << 20  # a slab is at least one extent; large enough that a long history needs few allocations
 
 
@@ -40,12 +43,16 @@ class RowStore:
 
     def open(self, slot: int | None = None) -> int:
         """A new, empty history; returns its row in `tables`, which is `slot` if that is given. Raises InputError when all are in use."""
-        if not self._slots:
-            raise InputError(f"all {len(self._histories)} sessions are in use; close one first or open the engine with a larger sessions_max")
-        slot = self._slots[-1] if slot is None else slot
+        slot = self.free_slot() if slot is None else slot
         self._slots.remove(slot)
         self._histories[slot] = History(self.pool)
         return slot
+
+    def free_slot(self) -> int:
+        """The slot that a new history gets. Raises InputError when all are in use."""
+        if not self._slots:
+            raise InputError(f"all {len(self._histories)} sessions are in use; close one first or open the engine with a larger sessions_max")
+        return self._slots[-1]
 
     def rows(self, slot: int) -> int:
         """Rows written so far."""
@@ -61,18 +68,50 @@ class RowStore:
         history = self._histories[slot]
         if rows > self.rows_max:
             raise InputError(f"{self.category}: {rows} rows asked, the store was opened for {self.rows_max} rows a session")
-        try:
-            grown = history.reserve(rows)
-        except OutOfExtents as short:
-            self._grow(short.missing)
-            grown = history.reserve(rows)
-        if grown:
+        self._own_tail(slot)
+        if self._taking(lambda: history.reserve(rows)):
             self._stale.add(slot)
         if slot in self._stale:
             table = np.zeros(self.extents_max, np.uint64)
             table[: len(history.addresses)] = history.addresses
             self.tables.slice(slot, slot + 1).upload(table[None, :], self.stream)
             self._stale.discard(slot)
+
+    def _taking(self, call: Callable[[], T]) -> T:
+        """A call that takes extents; where there are too few, of a larger pool."""
+        try:
+            return call()
+        except OutOfExtents as short:
+            self._grow(short.missing)
+            return call()
+
+    def _own_tail(self, slot: int) -> None:
+        """Before rows are written: an extent that a truncate has left half full and that a fork shares is replaced by a copy."""
+        history = self._histories[slot]
+        copy = self._taking(history.private_tail)
+        if copy is not None:
+            self._stale.add(slot)
+            self._copy_extent(copy)
+
+    def _copy_extent(self, copy: ExtentCopy) -> None:
+        """In stream order, all planes at once."""
+        source, target, shape = self.pool.address(copy.source), self.pool.address(copy.target), self.shape
+        self.stream.copy_2d(target, shape.plane_bytes, source, shape.plane_bytes, copy.rows * shape.row_bytes, shape.planes)
+
+    def fork(self, source: int, slot: int, rows: int) -> None:
+        """A history in the free `slot` with the first `rows` rows of another: full extents are shared, a partial one is copied in stream order.
+        Raises DeviceMemoryError or HipError with nothing opened."""
+        fork = self._taking(lambda: self._histories[source].fork(rows))
+        self._slots.remove(slot)
+        self._histories[slot] = fork.history
+        try:
+            if fork.copy is not None:
+                self._copy_extent(fork.copy)
+            self._stale.add(slot)
+            self.reserve(slot, rows)
+        except BaseException:
+            self.release(slot)
+            raise
 
     def _grow(self, extents: int) -> None:
         wanted = max(extents, min(SLAB_BYTES // self.shape.extent_bytes, self.extents_max))
@@ -126,12 +165,11 @@ class RowStore:
         self._stale.discard(slot)
 
     def check(self) -> None:
-        """Invariants of pool and histories; every extent in use belongs to exactly one history of this store."""
+        """Invariants of pool and histories; every extent in use belongs to a history of this store, or to several."""
         self.pool.check()
-        used = 0
         for history in self._histories.values():
             history.check()
-            used += history.reserved_rows // self.shape.extent_rows
+        used = len({extent for history in self._histories.values() for extent in history.extents})
         assert used == self.pool.capacity - self.pool.free, f"histories hold {used} extents, the pool lent {self.pool.capacity - self.pool.free}"
 
     def free(self) -> None:

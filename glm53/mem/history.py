@@ -248,6 +248,13 @@ class History:
         self._record["ring_rows"] = ring_rows
         self._set_settled(self.rows)
 
+    def move(self, ring_rows: int) -> None:
+        """The device buffer for new rows is another one, a ring of `ring_rows` slots with nothing in it: every row is read from its extent."""
+        self._assert_open("move")
+        assert self.committed_rows == self.rows, f"move with {self.committed_rows} of {self.rows} rows committed: settle first"
+        self._record["ring_rows"] = ring_rows
+        self._set_settled(self.rows)
+
     def _set_settled(self, rows: int) -> None:
         for name in ("rows", "enqueued", "committed", "boundary"):
             self._record[name] = rows

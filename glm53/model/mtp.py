@@ -16,7 +16,7 @@ import numpy as np
 
 from glm53.hip import Array, Device, Stream
 from glm53.kv import KeyStore, Runs, StepRows, TierStep
-from glm53.model.forward import Walk, Workspace
+from glm53.model.forward import Walk
 from glm53.model.layers import LayerSteps
 from glm53.model.pair import PairSide, even
 from glm53.model.sampler import DrawKind, DrawRow, Sampler
@@ -233,6 +233,21 @@ class Drafter:
         row = self.terminal.slice(slot, slot + 1)
         self.stream.fill(row.address, 0, row.nbytes)
 
-    def workspaces(self) -> tuple[Workspace, ...]:
-        """Work memory of its own."""
-        return (self.drafts.work,)
+    def fork(self, source: int | None, slot: int) -> None:
+        """A session begins with another one's rows; source: whose hidden state is its own, None: it is not known."""
+        if source is None:
+            self.forget(slot)
+            return
+        target, held = (self.terminal.slice(index, index + 1) for index in (slot, source))
+        self.stream.copy(target.address, held.address, target.nbytes)
+
+    def state(self, slot: int) -> np.ndarray:
+        """[hidden] as raw elements: the hidden state of a session's last row. Waits."""
+        return self.terminal.slice(slot, slot + 1).bits(self.stream)[0].copy()
+
+    def set_state(self, slot: int, state: np.ndarray | None) -> None:
+        """What `state` gave, for a session that begins with those rows; None: it is not known."""
+        if state is None:
+            self.forget(slot)
+            return
+        self.terminal.slice(slot, slot + 1).upload(np.ascontiguousarray(state[None, :]), self.stream)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,17 @@ def together(walks: Sequence[Walk], meet: Meet) -> None:
     finally:
         for walk in walks:
             walk.close()
+
+
+@dataclass
+class Parked:
+    """A session without devices: each side's history as its tier keeps it, index keys [planes, rows, key_bytes] u8 of all sides, and the MTP layer's
+    state [hidden], None without it."""
+
+    rows: int
+    histories: tuple[Any, ...]
+    keys: np.ndarray
+    terminal: np.ndarray | None
 
 
 class Stage:
@@ -89,6 +102,64 @@ class Stage:
                 if side.keys.rows(slot) > rows:
                     side.keys.truncate(slot, rows)
             raise
+
+    def fork(self, source: int, rows: int) -> int:
+        """A new history with the first `rows` rows of another one; its slot. Raises with nothing opened."""
+        with ExitStack() as undo:
+            slots: list[int] = []
+            for side in self.sides:
+                slot = side.tier.fork(source, rows)
+                undo.callback(side.tier.close, slot)
+                side.keys.fork(source, slot, rows)
+                undo.callback(side.keys.release, slot)
+                if side.drafter is not None:
+                    side.drafter.fork(source if rows == self.rows(source) else None, slot)
+                slots.append(slot)
+            assert len(set(slots)) == 1, f"the sides forked into slots {slots}"
+            undo.pop_all()
+        return slots[0]
+
+    def park(self, slot: int) -> Parked:
+        """Ends a session on the devices and keeps it in host memory. Raises with the session still open."""
+        rows = self.rows(slot)
+        keys = np.empty((self.first.keys.shape.planes, rows, self.first.keys.shape.row_bytes), np.uint8)
+        for side in self.sides:
+            side.tier.settle(slot)
+            if rows:
+                side.keys.export(slot, 0, keys)
+        terminal = None if self.first.drafter is None else self.first.drafter.state(slot)
+        histories = tuple(side.tier.detach(slot) for side in self.sides)
+        for side in self.sides:
+            side.keys.release(slot)
+        return Parked(rows, histories, keys, terminal)
+
+    def resume(self, parked: Parked) -> int:
+        """A parked session on the devices again; its slot. Raises with the session still parked."""
+        with ExitStack() as undo:
+            slots: list[int] = []
+            for index, side in enumerate(self.sides):
+                slot = side.tier.attach(parked.histories[index])
+                undo.callback(self._detach_again, side, slot, parked, index)
+                side.keys.open(slot)
+                undo.callback(side.keys.release, slot)
+                if parked.rows:
+                    side.keys.adopt(slot, parked.keys, parked.rows)
+                if side.drafter is not None:
+                    side.drafter.set_state(slot, parked.terminal)
+                slots.append(slot)
+            assert len(set(slots)) == 1, f"the sides resumed in slots {slots}"
+            undo.pop_all()
+        return slots[0]
+
+    def _detach_again(self, side: Side, slot: int, parked: Parked, index: int) -> None:
+        histories = list(parked.histories)
+        histories[index] = side.tier.detach(slot)
+        parked.histories = tuple(histories)
+
+    def discard(self, parked: Parked) -> None:
+        """Gives up a parked session."""
+        for side, history in zip(self.sides, parked.histories, strict=True):
+            side.tier.discard(history)
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows, also where it raises."""
