@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -42,12 +43,14 @@ from glm53.request import Batch, Chunk, Completion, Prompt, Request, TokenLogpro
 from glm53.sampling import SamplingParams
 from glm53.sched.drafts import DepthPolicy
 from glm53.sched.queue import Prefill, Queue, Step
+from glm53.sched.sessions import SessionState
 from glm53.session import Session, is_whole
 from glm53.sessionfile import SessionFile
 from glm53.spec import WHOLE, DType, ModelSpec
 from glm53.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 
 Progress = Callable[[int, int, str], None]
+REUSED_ROWS_MIN = 64  # rows that are worth a fork
 
 
 class Engine:
@@ -97,6 +100,7 @@ class Engine:
             raise
         self.stage = Stage(sides, pair)
         self.decoder = Decoder(self.stage, graphs, config.drafts_max)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # open or parked, as far as somebody holds them
         self._policy = DepthPolicy(config.drafts_max) if config.mtp == "auto" else None
         self._read_at, self._read_kind = 0.0, (-1, -1)  # when and what the step read last was
 
@@ -249,7 +253,9 @@ class Engine:
             texts[chunk.index].append(chunk.text)
             logprobs[chunk.index] += chunk.logprobs
         done = [
-            Completion(tuple(r.prompt), tuple(r.tokens), "".join(texts[r.index]), r.finish_reason or "", tuple(logprobs[r.index]), r.seed)
+            Completion(
+                tuple(r.prompt), tuple(r.tokens), "".join(texts[r.index]), r.finish_reason or "", tuple(logprobs[r.index]), r.seed, r.reused_rows
+            )
             for r in requests
         ]
         return done[0] if single else done
@@ -277,7 +283,12 @@ class Engine:
 
     def session(self) -> Session:
         """A history of its own that the caller drives row by row: prompts, steps of several rows, truncation."""
-        return Session(self)
+        return self._held(Session(self))
+
+    def _held(self, session: Session) -> Session:
+        """Prompts may start from its rows as long as it is open."""
+        self._sessions.add(session)
+        return session
 
     def restore(self, path: str | Path, progress: Progress | None = None) -> Session:
         """A session as `Session.save` wrote it, which every call continues with the same bits as the one that was saved.
@@ -292,12 +303,14 @@ class Engine:
             persist.Format(self.config, self.spec, self.fingerprint, self.stage).check(file.path, file.header, self.context_rows_max)
             session = Session(self)
             try:
+                session._life.go(SessionState.RESTORING, "restore")
                 session._tokens = persist.restore_session(self.stage, self._turn, self._check_open, file, session.slot, progress)
+                session._life.rest(session.rows)
                 session.sampling, session._pending = persist.sampling_of(file), list(file.header.pending)
             except BaseException:
                 session.close()
                 raise
-        return session
+        return self._held(session)
 
     def _requests(self, given: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         prompts = [cast(Prompt, given)] if is_single(given) else list(cast(Sequence[Prompt], given))
@@ -389,9 +402,8 @@ class Engine:
         if isinstance(action, Prefill):
             request = batch.by_serial[action.serial]
             if action.start == 0:
-                request.slot = self.stage.open()
-                self._mark_prompt(request)
-            self._prefill(request.slot, request.prompt[action.start : action.stop])
+                self._start(request)
+            self._prefill(request.slot, request.prompt[max(action.start, request.reused_rows) : action.stop])
             if not action.last:
                 return []
             drawn = [(action.serial, [self._draw_first(request)])]
@@ -409,6 +421,28 @@ class Engine:
         if ended:
             self._end(ended)
         return chunks
+
+    def _start(self, request: Request) -> None:
+        """A history for a request: a fork of the open session whose prompt rows begin with most of the request's tokens, or a new one.
+
+        Rows of prompts alone are taken, since their bits are those that the request would compute: its text does not depend on what is reused.
+        """
+        source, rows = self._longest_prefix(request.prompt)
+        if source is None:
+            request.slot = self.stage.open()
+        else:
+            self.decoder.settle()
+            request.slot, request.reused_rows = self.stage.fork(source.slot, rows), rows
+        self._mark_prompt(request)
+
+    def _longest_prefix(self, prompt: list[int]) -> tuple[Session | None, int]:
+        """The open session with most prompt rows in common, and how many; at least one token is left to compute."""
+        best: tuple[Session | None, int] = (None, REUSED_ROWS_MIN - 1)
+        for session in sorted(self._sessions, key=lambda session: session.serial):
+            rows = session.common_prompt_rows(prompt[:-1])
+            if rows > best[1]:
+                best = session, rows
+        return best if best[0] is not None else (None, 0)
 
     def _mark_prompt(self, request: Request) -> None:
         """Before a request's first draw: the repetition penalty, if it has one, counts the tokens of its prompt."""

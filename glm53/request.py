@@ -48,6 +48,7 @@ class Completion:
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...]
     seed: int
+    reused_rows: int = field(default=0, compare=False)  # prompt tokens that were not computed again, but came from an open session
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Request:
     decoder: StreamDecoder | None
     matcher: StopMatcher
     slot: int = -1  # of both stores while it runs
+    reused_rows: int = 0  # of its prompt, from a session that was open when it started
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,13 +15,14 @@ import numpy as np
 
 from glm53 import persist
 from glm53.config import EngineConfig
-from glm53.errors import InputError, LifetimeError
+from glm53.errors import DeviceLost, InputError, LifetimeError
 from glm53.hip import Array, Device
 from glm53.model.decode import Decoder, StepRow
 from glm53.model.sampler import Drawn
-from glm53.model.stage import Stage
+from glm53.model.stage import Parked, Stage
 from glm53.request import Chunk, Prompt, Request, integers
 from glm53.sampling import SamplingParams
+from glm53.sched.sessions import Life, SessionState
 from glm53.spec import ModelSpec
 
 Progress = Callable[[int, int, str], None]
@@ -50,6 +53,10 @@ class SessionEngine(Protocol):
     def _draw_first(self, request: Request) -> Drawn: ...
     def _depth(self) -> int: ...
     def _close_sessions(self, slots: Sequence[int]) -> None: ...
+    def _held(self, session: Session) -> Session: ...
+
+
+_SERIALS = itertools.count()
 
 
 class Session:
@@ -58,29 +65,111 @@ class Session:
     Prompt rows and step rows are of different classes (docs/decisions/0001-two-row-classes.md): two sessions that made the same calls have the
     same bits.
 
-    sampling: parameters of the last call of `stream`, with the seed that it drew from; saved and restored with the history. None at first.
+    sampling: parameters of the last call of `stream`, with the seed that it drew from; saved and restored with the history. None at first. States:
+    glm53/sched/sessions.py; a parked session is resumed by the next call that needs it.
     """
 
-    def __init__(self, engine: SessionEngine):
+    def __init__(self, engine: SessionEngine, slot: int | None = None):
+        """slot: of a history that is open already and becomes this session's."""
         self._engine = engine
+        self.serial = next(_SERIALS)  # order of opening
+        self._prompt_rows = 0  # first rows that were all computed as prompt rows
+        self._life = Life()
+        self._parked: Parked | None = None
         self._tokens: list[int] = []
         self._pending: list[int] = []  # the token that `stream` drew last, until it has a row
         self._saves = 0  # under way
         self.sampling: SamplingParams | None = None
         with engine._turn:
             engine._check_open()
-            self._slot: int | None = engine.stage.open()
+            self._slot: int | None = engine.stage.open() if slot is None else slot
 
     @property
     def slot(self) -> int:
+        """Of the tiers. Raises LifetimeError after `close`, and while the session is parked."""
         if self._slot is None:
-            raise LifetimeError("the session is used after close(); next: open another one")
+            raise LifetimeError(f"the session is {self.state.value}; next: {'resume()' if self._parked is not None else 'open another one'}")
         return self._slot
+
+    @property
+    def state(self) -> SessionState:
+        """See glm53/sched/sessions.py."""
+        return SessionState.SAVING if self._saves and self._life.state is SessionState.READY else self._life.state
 
     @property
     def rows(self) -> int:
         """Rows of the history: tokens computed so far."""
-        return self._engine.stage.rows(self.slot)
+        return self._parked.rows if self._parked is not None else self._engine.stage.rows(self.slot)
+
+    @contextmanager
+    def _at_work(self, state: SessionState, call: str) -> Iterator[int]:
+        """The engine's turn, in a state of work; gives the slot, resumed if it was parked."""
+        engine = self._engine
+        with engine._turn:
+            engine._check_open()
+            if self._parked is not None:
+                self._resume()
+            self._life.go(state, call)
+            try:
+                yield self.slot
+            except DeviceLost:
+                self._life.state = SessionState.FAILED
+                raise
+            finally:
+                if self._life.state is state:
+                    self._life.rest(self.rows)
+
+    def settle(self) -> None:
+        """Waits until every row is in its permanent place: host RAM with the host tier."""
+        with self._at_work(SessionState.SETTLING, "settle") as slot:
+            self._engine.stage.settle(slot)
+
+    def fork(self, rows: int | None = None) -> Session:
+        """A new session with the first `rows` rows of this one, None: all. Full extents are shared, at most one is copied; each goes its own way from
+        here. Its bits are those of a session that made the same calls. Raises InputError outside [0, rows] or when all sessions are in use,
+        DeviceMemoryError, HipError, with nothing opened."""
+        engine = self._engine
+        with self._at_work(SessionState.SETTLING, "fork") as slot:
+            kept = self.rows if rows is None else rows
+            if not is_whole(kept) or not 0 <= kept <= self.rows:
+                raise InputError(f"fork: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
+            engine.decoder.settle()
+            made = type(self)(engine, engine.stage.fork(slot, int(kept)))
+            made._tokens, made.sampling = self._tokens[: int(kept)], self.sampling
+            made._prompt_rows = min(self._prompt_rows, int(kept))
+            engine._held(made)
+            made._pending = self._pending.copy() if kept == self.rows else []
+            made._life.rest(made.rows)
+        return made
+
+    def park(self) -> None:
+        """Gives the device's memory and the slot back; the history stays in host RAM until the next call that needs it, or `resume`. Again is not an
+        error. Raises LifetimeError while it is being saved; InputError, HipError with the session as it was."""
+        with self._engine._turn:
+            engine = self._engine
+            engine._check_open()
+            if self._parked is not None:
+                return
+            self._refuse_while_saved("park")
+            slot = self.slot
+            engine.decoder.settle()
+            parked = engine.stage.park(slot)
+            self._life.go(SessionState.PARKED, "park")
+            self._slot, self._parked = None, parked
+
+    def resume(self) -> None:
+        """Undoes `park`; nothing to do for a session that is not parked. Raises InputError when all sessions are in use, DeviceMemoryError, HipError,
+        with the session still parked."""
+        with self._engine._turn:
+            self._engine._check_open()
+            if self._parked is not None:
+                self._resume()
+
+    def _resume(self) -> None:
+        assert self._parked is not None
+        self._slot = self._engine.stage.resume(self._parked)
+        rows, self._parked = self._parked.rows, None
+        self._life.rest(rows)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -92,10 +181,10 @@ class Session:
         engine, every = self._engine, integers(ids)
         engine._check_open()
         engine._check_ids(every, self.rows)
-        with engine._turn, engine.stage.all_or_nothing(self.slot):
-            engine._prefill(self.slot, every)
+        with self._at_work(SessionState.PREFILLING, "prefill") as slot, engine.stage.all_or_nothing(slot):
+            engine._prefill(slot, every)
             logits = engine._read_logits(1, engine.stage.first.prompt_row_error)[0]
-            self._appended(every)
+            self._appended(every, prompt=True)
         return logits
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
@@ -106,15 +195,26 @@ class Session:
         engine._check_ids(every, self.rows)
         if len(every) > engine.step_rows_max:
             raise InputError(f"step: got {len(every)} tokens, wanted at most {engine.step_rows_max}; use prefill for more")
-        with engine._turn, engine.stage.all_or_nothing(self.slot):
-            engine.decoder.run_rows([(self.slot, len(every))], every, [self.rows])
+        with self._at_work(SessionState.DECODING, "step") as slot, engine.stage.all_or_nothing(slot):
+            engine.decoder.run_rows([(slot, len(every))], every, [self.rows])
             logits = engine._read_logits(len(every), engine.stage.first.step_row_error)
             self._appended(every)
         return logits
 
-    def _appended(self, ids: Sequence[int]) -> None:
+    def _appended(self, ids: Sequence[int], prompt: bool = False) -> None:
+        if prompt and self._prompt_rows == len(self._tokens):
+            self._prompt_rows += len(ids)
         self._tokens += ids
         self._pending = []
+
+    def common_prompt_rows(self, ids: Sequence[int]) -> int:
+        """How many of the first rows are prompt rows of these tokens; 0 for a session that is parked or closed."""
+        if self._slot is None:
+            return 0
+        most = min(self._prompt_rows, len(ids))
+        own, other = np.array(self._tokens[:most]), np.array(ids[:most])
+        differ = np.flatnonzero(own != other)
+        return int(differ[0]) if differ.size else most
 
     def stream(self, prompt: Prompt = (), params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Appends a prompt (text or token ids) and continues it token by token, as `Engine.stream` does.
@@ -136,10 +236,9 @@ class Session:
         return self._continue(request, ids)
 
     def _continue(self, request: Request, ids: list[int]) -> Iterator[Chunk]:
-        engine, rows = self._engine, self.rows
+        rows = self.rows
         while request.finish_reason is None:
-            with engine._turn:
-                engine._check_open()
+            with self._at_work(SessionState.PREFILLING if ids else SessionState.DECODING, "stream"):
                 if self.rows != rows:
                     raise LifetimeError(f"stream: the session has {self.rows} rows, {rows} when the last token was drawn; next: call stream again")
                 chunks = self._draw(request, ids)
@@ -160,7 +259,7 @@ class Session:
                 drawn = engine.decoder.draw(StepRow(request.draw_row(), fed[0]), engine._depth())
         chunks: list[Chunk] = []
         for one in drawn:  # the row of each is that of the token before it
-            self._appended(fed)
+            self._appended(fed, prompt=bool(ids))
             chunks.append(request.accept(one, engine.spec.eos_token_ids, engine.context_rows_max))
             self._pending = fed = list(chunks[-1].token_ids)
             if request.finish_reason is not None:
@@ -175,11 +274,12 @@ class Session:
         self._engine._check_open()
         if not is_whole(rows) or not 0 <= rows <= self.rows:
             raise InputError(f"truncate: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
-        with self._engine._turn:
+        with self._at_work(SessionState.SETTLING, "truncate") as slot:
             self._refuse_while_saved("truncate")
             del self._tokens[int(rows) :]
-            self._pending = []
-            self._engine.stage.truncate(self.slot, rows)
+            self._pending, self._prompt_rows = [], min(self._prompt_rows, int(rows))
+            self._engine.decoder.settle()
+            self._engine.stage.truncate(slot, int(rows))
 
     def save(self, path: str | Path, progress: Progress | None = None) -> int:
         """Writes the history, its tokens and `sampling` to a file that `Engine.restore` reads; bytes of the file.
@@ -190,9 +290,7 @@ class Session:
         refuses (no space, no permission, the file is being saved already), HipError; nothing is left.
         """
         engine = self._engine
-        with engine._turn:
-            engine._check_open()
-            slot = self.slot
+        with self._at_work(SessionState.SETTLING, "save") as slot:
             engine.stage.settle(slot)
             tokens, pending = self._tokens.copy(), tuple(self._pending)
             self._saves += 1
@@ -210,9 +308,14 @@ class Session:
     def close(self) -> None:
         """Gives the history back. Idempotent. Raises LifetimeError while it is being saved."""
         self._refuse_while_saved("close")
-        slot, self._slot = self._slot, None
-        if slot is not None and not self._engine.device.closed:
-            with self._engine._turn:
+        slot, parked, self._slot, self._parked = self._slot, self._parked, None, None
+        self._life.state = SessionState.CLOSED
+        if self._engine.device.closed:
+            return
+        with self._engine._turn:
+            if parked is not None:
+                self._engine.stage.discard(parked)
+            if slot is not None:
                 self._engine._close_sessions([slot])
 
     def __enter__(self) -> Session:
