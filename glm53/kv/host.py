@@ -207,7 +207,10 @@ class HostTier:
     def fork(self, source: int, rows: int) -> int:
         return host_lives.fork(self, source, rows)
 
-    def detach(self, slot: int) -> History:
+    def host_copy(self, slot: int) -> None:
+        return None
+
+    def detach(self, slot: int, host_copy: None) -> History:
         return host_lives.detach(self, slot)
 
     def attach(self, parked: History) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from glm53.errors import DeviceLost, HipError
 from glm53.mem.history import ExtentCopy, History, OutOfExtents
 
 if TYPE_CHECKING:
@@ -60,11 +61,16 @@ def fork(tier: HostTier, source: int, rows: int) -> int:
 
 def detach(tier: HostTier, slot: int) -> History:
     """See `Tier.detach`."""
-    tier.settle(slot)
     session = tier.sessions[slot]
+    assert session.history.committed_rows == session.rows, f"detach with {session.history.committed_rows} of {session.rows} rows committed"
     history, session.history = session.history, History(tier.pool, tier.config.hot_rows)
     tier.parked.append(history)
-    tier.close(slot)
+    try:
+        tier.close(slot)
+    except DeviceLost:
+        raise
+    except HipError:
+        pass  # the session has ended, and the device has been waited for
     return history
 
 

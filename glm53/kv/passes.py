@@ -126,8 +126,11 @@ class Tier(Protocol):
     def fork(self, source: int, rows: int) -> int:
         """A new history with the first `rows` rows of another one, which share full extents; its slot. Raises with nothing opened."""
 
-    def detach(self, slot: int) -> Any:
-        """Ends a history on the device and keeps it in host memory: what `attach` takes, once, or `discard`. Raises with the history still open."""
+    def host_copy(self, slot: int) -> Any:
+        """What `detach` needs of a settled history: its rows in host memory, where they are not there anyway. Changes nothing."""
+
+    def detach(self, slot: int, host_copy: Any) -> Any:
+        """Ends a settled history on the device and keeps it in host memory: what `attach` takes, once, or `discard`. Fails with the device alone."""
 
     def attach(self, parked: Any) -> int:
         """The history again, its caches cold; its slot. Raises with nothing opened, and can be tried again."""

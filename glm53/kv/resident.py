@@ -56,13 +56,16 @@ class ResidentTier:
         self.store.fork(source, slot, rows)
         return slot
 
-    def detach(self, slot: int) -> np.ndarray:
+    def host_copy(self, slot: int) -> np.ndarray:
         shape = self.store.shape
         data = np.empty((shape.planes, self.store.rows(slot), shape.row_bytes), np.uint8)
         if data.size:
             self.store.export(slot, 0, data)
-        self.store.release(slot)
         return data
+
+    def detach(self, slot: int, host_copy: np.ndarray) -> np.ndarray:
+        self.store.release(slot)
+        return host_copy
 
     def attach(self, parked: np.ndarray) -> int:
         slot = self.open()

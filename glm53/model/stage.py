@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from glm53.errors import DeviceLost
-from glm53.kv import HostTier, Runs
+from glm53.kv import HostTier, ResidentTier, Runs
 from glm53.model.forward import REPLICATED, PromptRows, Walk, Workspace
 from glm53.model.pair import Pair, Passed
 from glm53.model.side import Side
@@ -128,7 +128,8 @@ class Stage:
             if rows:
                 side.keys.export(slot, 0, keys)
         terminal = None if self.first.drafter is None else self.first.drafter.state(slot)
-        histories = tuple(side.tier.detach(slot) for side in self.sides)
+        copies = [side.tier.host_copy(slot) for side in self.sides]
+        histories = tuple(side.tier.detach(slot, copy) for side, copy in zip(self.sides, copies, strict=True))
         for side in self.sides:
             side.keys.release(slot)
         return Parked(rows, histories, keys, terminal)
@@ -153,7 +154,8 @@ class Stage:
 
     def _detach_again(self, side: Side, slot: int, parked: Parked, index: int) -> None:
         histories = list(parked.histories)
-        histories[index] = side.tier.detach(slot)
+        held: Any = histories[index] if isinstance(side.tier, ResidentTier) else None  # its rows as they were
+        histories[index] = side.tier.detach(slot, held)
         parked.histories = tuple(histories)
 
     def discard(self, parked: Parked) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from glm53 import Engine
+from glm53.errors import DeviceMemoryError, HipError, LinkError
+from glm53.sched.sessions import SessionState
 from glm53.session import Session
 
 Call = tuple[str, Any]
@@ -28,6 +30,17 @@ class Life:
     parked: bool = False
 
 
+class Fault(Protocol):
+    """A failing call of the runtime, chosen by the test."""
+
+    def arm(self, rng: random.Random) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+FAILURES = (HipError, DeviceMemoryError, LinkError)
+
+
 class World:
     """Sessions of both engines. `engine` and `naive` have room for `sessions_max` sessions each; vocab: token ids to draw from."""
 
@@ -35,6 +48,8 @@ class World:
         self.engine, self.naive, self.folder, self.rng, self.vocab, self.rows_max = engine, naive, folder, random.Random(seed), vocab, rows_max
         self.lives: list[Life] = []
         self.done: dict[str, int] = {}
+        self.failures = 0
+        self.fault: Fault | None = None  # makes one of the next calls of the runtime fail, and is told when the operation has ended
 
     def ids(self, most: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(self.rng.randint(1, most))]
@@ -55,17 +70,36 @@ class World:
                 return  # no slot to come back to
             if kind in ("fork",) and (awake + life.parked >= self.engine.sessions_max or len(self.lives) >= self.naive.sessions_max):
                 return
-            getattr(self, f"_{kind}")(life)
-            if kind not in ("park", "close"):
-                life.parked = False
+            self._try(kind, life)
         self.done[kind] = self.done.get(kind, 0) + 1
         self.engine.stage.check()
+
+    def _try(self, kind: str, life: Life) -> None:
+        """The operation, during which a call may fail: then the session has the rows that it had, and its twin was not told."""
+        rows = life.session.rows
+        if self.fault is not None and self.rng.random() < 0.5:
+            self.fault.arm(self.rng)
+        try:
+            getattr(self, f"_{kind}")(life)
+        except FAILURES:
+            self.failures += 1
+            assert kind in ("truncate", "close") or life.session.rows == rows, f"{kind} failed and left {life.session.rows} of {rows} rows"
+        finally:
+            self._clear()
+        if kind != "close":
+            life.parked = life.session.state is SessionState.PARKED
+
+    def _clear(self) -> None:
+        if self.fault is not None:
+            self.fault.clear()
 
     def _play(self, session: Session, call: Call) -> np.ndarray | None:
         return getattr(session, call[0])(call[1])
 
     def _both(self, life: Life, call: Call) -> None:
-        got, wanted = self._play(life.session, call), self._play(life.twin, call)
+        got = self._play(life.session, call)
+        self._clear()  # the twin's calls never fail
+        wanted = self._play(life.twin, call)
         if wanted is not None:
             np.testing.assert_array_equal(got, wanted, err_msg=f"{call[0]} after {[c[0] for c in life.calls]}")
         life.calls.append(call)
@@ -82,14 +116,24 @@ class World:
             self._both(life, ("step", ids))
 
     def _truncate(self, life: Life) -> None:
-        self._both(life, ("truncate", self.rng.randint(0, life.session.rows)))
+        call = ("truncate", self.rng.randint(0, life.session.rows))
+        if life.parked:
+            life.session.resume()
+        try:
+            self._play(life.session, call)
+        finally:  # it has taken place also where it raises
+            self._clear()
+            self._play(life.twin, call)
+            life.calls.append(call)
 
     def _settle(self, life: Life) -> None:
         life.session.settle()
 
     def _fork(self, life: Life) -> None:
         rows = self.rng.randint(0, life.session.rows)
-        made, twin = life.session.fork(rows), self.naive.session()
+        made = life.session.fork(rows)
+        self._clear()
+        twin = self.naive.session()
         for call in life.calls:
             self._play(twin, call)
         twin.truncate(rows)
@@ -97,19 +141,28 @@ class World:
 
     def _park(self, life: Life) -> None:
         life.session.park()
-        life.parked = True
 
     def _save(self, life: Life) -> None:
         """Saved, closed and restored."""
         path = self.folder / "session"
         life.session.save(path)
-        life.session.close()
-        life.session = self.engine.restore(path)
+        try:
+            life.session.close()
+        finally:
+            try:
+                life.session = self.engine.restore(path)
+            except FAILURES:
+                self.failures += 1
+                self._clear()
+                life.session = self.engine.restore(path)
 
     def _close(self, life: Life) -> None:
-        life.session.close()
-        life.twin.close()
         self.lives.remove(life)
+        try:
+            life.session.close()
+        finally:
+            self._clear()
+            life.twin.close()
 
     def end(self) -> None:
         """Closes what is left; nothing is held any more."""

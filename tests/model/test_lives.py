@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,45 @@ def test_prompts_start_from_held_rows(way: dict[str, Any], make_checkpoint: Call
         assert [done.reused_rows for done in got] == [250, 200, 149, 250, 0, 0]
         assert engine.generate(PROMPT, params).reused_rows == 0  # nobody holds them any more
         tier_scene.assert_all_given_back(engine, str(way))
+
+
+class FailingCalls:
+    """The cpu runtime fails the nth call of an API, both drawn."""
+
+    APIS = (
+        "hipMemcpyAsync",
+        "hipMemcpy2DAsync",
+        "hipModuleLaunchKernel",
+        "hipEventRecord",
+        "hipStreamWaitEvent",
+        "hipMalloc",
+        "hipStreamSynchronize",
+    )
+
+    def __init__(self) -> None:
+        self._control, self._api = runtime.control(), self.APIS[0]
+
+    def arm(self, rng: random.Random) -> None:
+        self._api = rng.choice(self.APIS)
+        self._control.glm53_cpu_fail(self._api.encode(), rng.choice((1, 2, 3, 5, 8, 13, 21)), 2)
+
+    def clear(self) -> None:
+        self._control.glm53_cpu_fail(self._api.encode(), 0, 0)
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[3]], ids=str)
+def test_random_lives_with_failing_calls(way: dict[str, Any], make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    if runtime.select().name != "cpu":
+        pytest.skip("faults are the cpu runtime's to choose")
+    path = make_checkpoint(**TINY)
+    with open_engine(path, sessions_max=4, **way) as engine, tier_scene.open_resident(path, sessions_max=8) as naive:
+        world = World(engine, naive, tmp_path, seed=11, vocab=64, rows_max=600)
+        world.fault = FailingCalls()
+        for _ in range(120):
+            world.act()
+        world.fault = None
+        world.end()
+        assert world.failures > 5, (world.failures, world.done)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
