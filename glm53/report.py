@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ from glm53.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from glm53.engine import Engine
+    from glm53.model.decode import DraftCounts
     from glm53.request import Chunk, TokenLogprob
 
 
@@ -56,6 +58,7 @@ def report(engine: Engine, chunks: Iterator[Chunk], prompt_tokens: int, params: 
             "kv_format": engine.tier.layout.row_format.value,
             "hot_cache": cache,
             "hot_cache_by_device": engine.cache_counters_by_device(),
+            "drafts": asdict(engine.draft_counts()),
         }
         if params.logprobs is not None:
             out["logprobs"] = [{"token_id": t.token_id, "logprob": t.logprob, "top": t.top} for t in logprobs]
@@ -68,6 +71,8 @@ def report(engine: Engine, chunks: Iterator[Chunk], prompt_tokens: int, params: 
             err=True,
         )
         click.echo(f"[{history_line(engine, cache)}]", err=True)
+        if drafts := drafts_line(engine.draft_counts()):
+            click.echo(f"[{drafts}]", err=True)
         for note in engine.notes:
             click.echo(f"[{note}]", err=True)
         for place, categories in engine.memory_by_place().items():
@@ -99,6 +104,14 @@ def history_line(engine: Engine, cache: dict[str, int]) -> str:
         f"({cache['recent_hits']} recent, {cache['hits']} hits, {cache['misses']} misses, {cache['evictions']} evictions), "
         f"{short_bytes(cache['bytes_from_host'])} read from host RAM"
     )
+
+
+def drafts_line(counts: DraftCounts) -> str:
+    """How many drafts of each depth were accepted; empty without drafts."""
+    if not counts.rounds:
+        return ""
+    shares = " / ".join(f"{accepted / offered:.2f}" for accepted, offered in zip(counts.accepted, counts.offered, strict=True) if offered)
+    return f"drafts: {shares or 'none'} accepted by depth, {counts.tokens / counts.rounds:.2f} tokens a round over {counts.rounds} rounds"
 
 
 class ProgressLine:

@@ -56,9 +56,10 @@ class Drafter:
         rows_max, hidden = main.rows_max, spec.hidden_size
         make = lambda dtype, *shape: Array.empty(device, dtype, shape, category="drafts")
         self.terminal = make(dtype, sessions_max, hidden)
-        stream.fill(self.terminal.address, 0, self.terminal.nbytes)
         self.hidden, self.joined = make(dtype, rows_max + 1, hidden), make(dtype, rows_max, 2 * hidden)
         self.drafted = make(dtype, sessions_max, hidden)  # hidden states of the drafts
+        for rows in (self.terminal, self.hidden, self.drafted):  # rows that no session has are read too, and the same on both sides of a pair
+            stream.fill(rows.address, 0, rows.nbytes)
         common = (device, stream, spec, main.weights.layers, dtype)
         last = (keys, row_format, main.row_error, main.counter)
         self.front_rows, self.draft_rows = (StepRows.make(device, count, sessions_max) for count in (rows_max, sessions_max))

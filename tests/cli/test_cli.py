@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,14 @@ def test_generate_prints_text_and_a_summary() -> None:
     summary = done.stderr.decode()
     for part in ("prompt tokens", "new at", "length", "seed", "weights", "history host, q8g64 rows of 656 B", "found on the device", "MiB"):
         assert part in summary, summary
+
+
+def test_drafts_change_figures_only() -> None:
+    plain, drafted = (glm53("generate", DEMO, "In the beginning", *GREEDY, "--mtp", depth) for depth in ("0", "2"))
+    assert drafted.returncode == 0, drafted.stderr.decode()
+    assert plain.stdout == drafted.stdout and b"drafts" not in plain.stderr.split(b"[device")[0]
+    found = re.search(rb"\[drafts: (0\.\d\d) / (0\.\d\d) accepted by depth, (\d\.\d\d) tokens a round over (\d) rounds\]", drafted.stderr)
+    assert found and 1.0 <= float(found[3]) <= 3.0, drafted.stderr
 
 
 def test_generate_json_from_file_and_stdin_agree(tmp_path: Path) -> None:
