@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from glm53.model.sampler import Drawn
 from glm53.model.stage import Parked, Stage
 from glm53.request import Chunk, Prompt, Request, integers
 from glm53.sampling import SamplingParams
+from glm53.sched.drafts import DepthPolicy
 from glm53.sched.sessions import Life, SessionState
 from glm53.spec import ModelSpec
 
@@ -51,7 +53,6 @@ class SessionEngine(Protocol):
     def _request(self, index: int, ids: list[int], params: SamplingParams) -> Request: ...
     def _mark_prompt(self, request: Request) -> None: ...
     def _draw_first(self, request: Request) -> Drawn: ...
-    def _depth(self) -> int: ...
     def _close_sessions(self, slots: Sequence[int]) -> None: ...
     def _held(self, session: Session) -> Session: ...
 
@@ -79,6 +80,8 @@ class Session:
         self._tokens: list[int] = []
         self._pending: list[int] = []  # the token that `stream` drew last, until it has a row
         self._saves = 0  # under way
+        self._policy = DepthPolicy(engine.config.drafts_max) if engine.config.mtp == "auto" else None
+        self._timed_depth = -1  # drafts of the round before
         self.sampling: SamplingParams | None = None
         with engine._turn:
             engine._check_open()
@@ -176,6 +179,11 @@ class Session:
         """Token ids of the history, one a row."""
         return tuple(self._tokens)
 
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The token that `stream` drew last, as long as it has no row."""
+        return tuple(self._pending)
+
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """Appends prompt rows; logits [vocab] f32 after the last one. If it raises, no row was appended."""
         engine, every = self._engine, integers(ids)
@@ -256,7 +264,7 @@ class Session:
                 engine._prefill(request.slot, fed)
                 drawn = [engine._draw_first(request)]
             else:
-                drawn = engine.decoder.draw(StepRow(request.draw_row(), fed[0]), engine._depth())
+                drawn = self._round(StepRow(request.draw_row(), fed[0]))
         chunks: list[Chunk] = []
         for one in drawn:  # the row of each is that of the token before it
             self._appended(fed, prompt=bool(ids))
@@ -268,6 +276,18 @@ class Session:
             engine.decoder.settle()
             engine.stage.truncate(request.slot, len(self._tokens))
         return chunks
+
+    def _round(self, row: StepRow) -> list[Drawn]:
+        """One step, with as many drafts as paid in this session so far."""
+        decoder, policy = self._engine.decoder, self._policy
+        if policy is None:
+            return decoder.draw(row, self._engine.config.drafts_max)
+        depth, started = policy.depth(), time.perf_counter()
+        drawn = decoder.draw(row, depth)
+        step_us = (time.perf_counter() - started) * 1e6 if depth == self._timed_depth else None  # the first of a kind is recorded, or starts drafts
+        self._timed_depth = depth
+        policy.add(depth, [len(drawn) - 1], step_us)
+        return drawn
 
     def truncate(self, rows: int) -> None:
         """Keeps the first `rows` rows. Raises InputError outside [0, rows]; has taken place also where it raises a HipError."""

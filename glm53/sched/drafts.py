@@ -15,7 +15,7 @@ TRIAL_LENGTH = 4  # rounds of a trial: the first one pays for the change
 
 
 class DepthPolicy:
-    """Depth of the rounds of one batch. depth_max: 1 or more.
+    """Depth of the rounds of one batch or session. depth_max: 1 or more.
 
     Invariant: 0 <= every acceptance <= 1; the depth given is 0 to depth_max.
     """

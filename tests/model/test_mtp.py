@@ -118,6 +118,22 @@ def test_sessions_step_by_step(make_checkpoint: Callable[..., Path]) -> None:
         tier_scene.assert_same_bits(expected, tier_scene.play(engine, calls), "given rows after requests")
 
 
+def test_a_session_picks_its_depth(demo_path: Path) -> None:
+    """By its own rounds, not those of others: the policy hears of every one, and the text is that without drafts."""
+    params = SamplingParams(temperature=0.0, seed=1, max_tokens=50, ignore_eos=True)
+    text: dict[str, str] = {}
+    for mtp in ("0", "auto"):
+        with Engine.open(demo_path, context_rows_max=512, sessions_max=2, hot_rows=512, mtp=mtp) as engine, engine.session() as session:
+            text[mtp] = "".join(chunk.text for chunk in session.stream("In the beginning", params))
+            policy = session._policy
+            assert (policy is None) == (mtp == "0")
+            if policy is not None:
+                policy.check()
+                assert policy.time_us(3) and policy.tokens(1) != 1.7, "rounds of three drafts were timed, and their acceptance is no longer a guess"
+                assert engine.session()._policy.tokens(1) == 1.7, "another session begins with the guess"  # type: ignore[union-attr]
+    assert text["0"] == text["auto"]
+
+
 def test_schedule_seeds(make_checkpoint: Callable[..., Path]) -> None:
     if runtime.select().name != "cpu":
         pytest.skip("schedule seeds exist on the cpu runtime only")
