@@ -6,6 +6,7 @@ k whose first half is wide (1,024 and more) while the second is not, groups of 6
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,12 +19,15 @@ from glm53.check.cases_step import FORMATS, put_halves, put_matrix
 from glm53.check.cases_step_experts import ROUTED, Down, draw_down
 from glm53.check.compare import Comparison, compare, worst_of
 from glm53.check.reference_step import Weights, draw_weights
-from glm53.hip import Device
+from glm53.hip import Array, Device
 from glm53.ops import experts, halves, matmul, step, step_experts
+from glm53.ops.matrix import Matrix
+from glm53.ops.step import Patience, SumMail
 from glm53.spec import DType, WeightFormat
 
 F32, BF16 = DType.F32, DType.BF16
 ROWS = (1, 3, 9)
+NUMBER, POLLS = 7, 1000
 
 
 def shard(weights: Weights, half: int) -> Weights:
@@ -51,7 +55,35 @@ def run_gemv(rows: int, n: int, k: int, dtype: DType, weight_format: WeightForma
             alone = step.Segment(put_matrix(bench, shard(weights, half)), total, step.Epilogue.STORE_F32)
             step.gemv(bench.stream, bench.put(columns(x, half), dtype), [alone], whole_k=k)
         halves.join(bench.stream, totals[0], totals[1], held, joined)
-        return compare("y", bench.bits(joined), bench.bits(whole))
+        result = compare("y", bench.bits(joined), bench.bits(whole))
+        if dtype is F32:
+            return result
+
+        def product(half: int, mail: SumMail, y: Array) -> None:
+            segment = step.Segment(put_matrix(bench, shard(weights, half)), y, step.Epilogue.RESIDUAL)
+            step.gemv(bench.stream, bench.put(columns(x, half), dtype), [segment], residual=held, whole_k=k, mail=mail)
+
+        return worst_of(result, _added(bench, totals, whole, product))
+
+
+def _added(bench: Bench, totals: Sequence[Array], whole: Array, product: Callable[[int, SumMail, Array], None]) -> Comparison:
+    """The product of each side beside words of the other that are already there: it posts its own `totals` and has the bits of `whole`. product(half,
+    mail, y) enqueues it."""
+    words = [bench.bits(total).reshape(-1).astype(np.uint64) | np.uint64(NUMBER << 32) for total in totals]
+    capacity = words[0].size + 3
+    counter, error = bench.put(np.array([NUMBER // 2], np.uint32)), bench.put(np.zeros(1, np.uint32))
+    results = []
+    for half in range(2):
+        box = np.full((2, capacity), 1 << 32, np.uint64)
+        want = box.copy()
+        box[NUMBER % 2, : words[0].size], want[NUMBER % 2, : words[0].size] = words[1 - half], words[half]
+        inbox, outbox = bench.put(box), bench.put(np.full_like(box, 1 << 32))
+        y = bench.poison(BF16, whole.shape)
+        product(half, SumMail(outbox.address, inbox.address, capacity, counter, 2, NUMBER % 2, error, Patience(POLLS, shared=True)), y)
+        results.append(compare(f"y of side {half}", bench.bits(y), bench.bits(whole)))
+        results.append(compare(f"words of side {half}", bench.bits(outbox).view(np.uint32), want.view(np.uint32)))
+    results.append(compare("error", bench.bits(error), np.zeros(1, np.uint32)))
+    return worst_of(*results)
 
 
 def run_parts(rows: int, low: int, high: int, dtype: DType, device: Device) -> Comparison:
@@ -73,12 +105,23 @@ def run_down(case: Down, device: Device) -> Comparison:
         matrices = put_matrix(bench, i.weights), put_matrix(bench, i.shared)
         step_experts.down(bench.stream, acts[0], ids, mix, matrices[0], acts[1], matrices[1], held, whole, scratch)
         totals = [bench.poison(F32, i.residual.shape) for _ in range(2)]
-        for half, total in enumerate(totals):
+
+        def operands(half: int) -> tuple[Array, Array, Array, Matrix, Array, Matrix]:
             act, shared_act = (bench.put(columns(values, half), case.dtype) for values in (i.act, i.shared_act))
             weight, shared = (put_matrix(bench, shard(weights, half)) for weights in (i.weights, i.shared))
-            step_experts.down_half(bench.stream, act, ids, mix, weight, shared_act, shared, total)
+            return act, ids, mix, weight, shared_act, shared
+
+        for half, total in enumerate(totals):
+            step_experts.down_half(bench.stream, *operands(half), total)
         halves.join(bench.stream, totals[0], totals[1], held, joined)
-        return compare("y", bench.bits(joined), bench.bits(whole))
+        result = compare("y", bench.bits(joined), bench.bits(whole))
+        if case.dtype is F32:
+            return result
+
+        def product(half: int, mail: SumMail, y: Array) -> None:
+            step_experts.down(bench.stream, *operands(half), held, y, mail=mail)
+
+        return worst_of(result, _added(bench, totals, whole, product))
 
 
 def run_prompt(rows: int, n: int, k: int, dtype: DType, weight_format: WeightFormat, device: Device) -> Comparison:

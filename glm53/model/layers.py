@@ -17,10 +17,10 @@ from glm53.model.forward import INDEX_NORM_EPS, Walk, Workspace, inverse_frequen
 from glm53.model.pair import PairSide
 from glm53.model.weights import DenseWeights, LayerWeights, MoeWeights
 from glm53.ops import step, step_attention, step_experts, step_select
-from glm53.ops.exchange import Lists, Rows, Sums
+from glm53.ops.exchange import Lists, Products, Rows, Sums
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
-from glm53.ops.step import Epilogue, FetchPart, Rope, RouterPart, RowsPart, Segment
+from glm53.ops.step import Epilogue, FetchPart, Rope, RouterPart, RowsPart, Segment, SumMail
 from glm53.spec import DType, ModelSpec, RowFormat
 
 
@@ -96,6 +96,10 @@ class LayerSteps:
             "entries": (DType.U64, (spec.index_topk,)),
             "entry_counts": (DType.I32, ()),
         }
+
+    @property
+    def _adds_in_products(self) -> bool:
+        return self.pair is not None and self.pair.adds_in_products and self.dtype is DType.BF16
 
     @property
     def mtp_index(self) -> int:
@@ -248,6 +252,13 @@ class LayerSteps:
         if self.pair is None:
             step.gemv(self.stream, x, [Segment(weight, y, Epilogue.RESIDUAL)], residual=y, halves=self.halves, part=part)
             return
+        if self._adds_in_products:
+
+            def launch(mail: SumMail) -> None:
+                step.gemv(self.stream, x, [Segment(weight, y, Epilogue.RESIDUAL)], residual=y, whole_k=whole_k, mail=mail, part=part)
+
+            yield Products(launch, y)
+            return
         sums = self.work.cut("sums", row_count)
         step.gemv(self.stream, x, [Segment(weight, sums, Epilogue.STORE_F32)], whole_k=whole_k, part=part)
         yield Sums(sums, y, y)
@@ -280,6 +291,13 @@ class LayerSteps:
         step_experts.experts(stream, h, ids, mlp.gate_up, act)
         if self.pair is None:
             step_experts.down(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, x, x, self.halves)
+            return
+        if self._adds_in_products:
+
+            def launch(mail: SumMail) -> None:
+                step_experts.down(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, x, x, mail=mail)
+
+            yield Products(launch, x)
             return
         sums = cut("sums")
         step_experts.down_half(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, sums)

@@ -12,7 +12,7 @@ import numpy as np
 from glm53.config import MTP_DEPTH_MAX
 from glm53.errors import Glm53Error, LinkError
 from glm53.hip import Array, Link, Stream
-from glm53.ops.exchange import Exchange, Lists, Parts, Request, Rows, Sums
+from glm53.ops.exchange import Exchange, Lists, Parts, Products, Request, Rows, Sums
 from glm53.ops.merge import words as list_words
 from glm53.ops.step import RowMail
 from glm53.spec import ModelSpec, Shard
@@ -70,6 +70,12 @@ class PairSide:
     @property
     def error(self) -> Array:
         return self.pair.steps.errors(self.shard.index)
+
+    @property
+    def adds_in_products(self) -> bool:
+        """Whether kernels of bf16 products add the other side's sums themselves. On the cpu runtime a kernel that waits runs work-item by work-item,
+        which takes ten times as long as products do there: an exchange of its own costs less."""
+        return self.pair.fast and self.pair.link.devices[0].runtime.name != "cpu"
 
     def mail(self, index: int, counter: Array) -> RowMail:
         """How history rows pass from the owner to the peer in a step: those of main layer `index`, from n_layers on those of the MTP layer."""
@@ -187,7 +193,7 @@ class Pair:
 
 def _shared(request: Passed) -> tuple[Array, ...]:
     """The arrays that both sides hold after an exchange."""
-    if isinstance(request, Sums):
+    if isinstance(request, Sums | Products):
         return (request.y,)
     if isinstance(request, Parts):
         return (request.whole,)

@@ -129,7 +129,7 @@ class Stage:
                 side.keys.export(slot, 0, keys)
         terminal = None if self.first.drafter is None else self.first.drafter.state(slot)
         copies = [side.tier.host_copy(slot) for side in self.sides]
-        histories = tuple(side.tier.detach(slot, copy) for side, copy in zip(self.sides, copies, strict=True))
+        histories = tuple(side.tier.detach(slot, copy) for side, copy in zip(self.sides, copies, strict=True))  # type: ignore[arg-type]
         for side in self.sides:
             side.keys.release(slot)
         return Parked(rows, histories, keys, terminal)

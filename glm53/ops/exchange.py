@@ -6,7 +6,7 @@ rows are posted and taken by part ROWS of step_gemv; lists of a selection: ops/m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,7 +21,7 @@ from glm53.ops import halves, merge
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
 from glm53.ops.merge import Lists
 from glm53.ops.pair_args import exchange_args, exchange_parts_args
-from glm53.ops.step import Patience, RowMail
+from glm53.ops.step import Patience, RowMail, SumMail
 from glm53.spec import DType
 
 POLLS = 10_000_000  # of one wait: about ten seconds of a device, where a poll is an access to uncached memory and a sleep of 0.1 us
@@ -36,6 +36,14 @@ class Sums:
 
     sums: Array
     residual: Array
+    y: Array
+
+
+@dataclass(frozen=True)
+class Products:
+    """As Sums, by the kernel that makes the sums: launch(mail) enqueues it on the side's stream. y: what both sides then have. In kernels alone."""
+
+    launch: Callable[[SumMail], None]
     y: Array
 
 
@@ -56,7 +64,7 @@ class Rows:
     row_bytes: int
 
 
-Request = Sums | Parts | Lists | Rows
+Request = Sums | Products | Parts | Lists | Rows
 
 
 class Exchange:
@@ -136,6 +144,9 @@ class Exchange:
         if isinstance(request, Rows):
             return
         outbox, inbox, error = self._inboxes[1 - side], self._inboxes[side], self._errors[side]
+        if isinstance(request, Products):
+            request.launch(SumMail(outbox.address, inbox.address, self.words_max, counter, per_step, index, error, self.patience))
+            return
         if isinstance(request, Lists):
             budget = self.patience.of(request.entries.shape[0])
             merge.exchange(stream, request, outbox.address, inbox.address, counter, per_step, index, self.words_max, error, budget)
@@ -183,7 +194,7 @@ class Exchange:
             self.link.copy(self._mail_out.slice(0, words), self._mail_in.slice(0, words), streams[0], streams[1])
         else:
             kinds = [type(request).__name__ for request in requests]
-            d.fail(f"side 0 passes {kinds[0]}, side 1 {kinds[1]}, expected one kind, Rows the same")
+            d.fail(f"side 0 passes {kinds[0]}, side 1 {kinds[1]}, expected one kind that copies can pass, Rows the same")
 
     def _swap(self, streams: Sequence[Stream], low: Array, high: Array) -> tuple[Array, Array]:
         """Side 1's array on side 0, and side 0's on side 1."""

@@ -13,6 +13,22 @@ class join_halves_args(Args):
     _fields_ = [("low", c_void_p), ("high", c_void_p), ("residual", c_void_p), ("y", c_void_p), ("count", c_uint64)]
 
 
+class sum_mail_args(Args):
+    """How a kernel that makes sums posts them and gets those of the other device (hipsrc/kernels/sum_mail.h); outbox null: it does not"""
+
+    _fields_ = [
+        ("outbox", c_void_p),  # [2, capacity] u64 in the other device's uncached memory: number << 32 | value
+        ("inbox", c_void_p),  # [2, capacity] u64, uncached: what the other side stores
+        ("counter", c_void_p),  # [1] u32: steps done; number = counter * per_step + index
+        ("error", c_void_p),  # [1] u32: number of an exchange that got no answer, or 0
+        ("budget", c_uint64),  # polls of one wait
+        ("capacity", c_uint32),
+        ("per_step", c_uint32),
+        ("index", c_uint32),  # from 1
+        ("_pad", c_uint32),
+    ]
+
+
 class exchange_args(Args):
     """y = T(residual + (p0 + p1)): sums of this side and of the other, whose words come through mailboxes"""
 

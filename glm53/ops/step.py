@@ -18,6 +18,7 @@ from glm53.ops.halves import Halves, first_half, half_of
 from glm53.ops.history import ExtentLayout
 from glm53.ops.history_args import fetch_args
 from glm53.ops.matrix import GROUP, Matrix
+from glm53.ops.pair_args import sum_mail_args
 from glm53.ops.rows import format_variant, row_size, space_offsets
 from glm53.ops.step_args import step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
 from glm53.spec import WHOLE, DType, Offsets, RowFormat, Shard, WeightFormat
@@ -92,6 +93,33 @@ class RowMail:
     index: int
     error: Array
     patience: Patience
+
+
+@dataclass(frozen=True)
+class SumMail:
+    """How the kernel of a product, of which each device of a pair has half of k, adds the other device's sums. `ops.exchange.Products`.
+
+    outbox: address of [2, words_max] u64 in the other device's uncached memory; inbox: of as many of this one's; number of the exchange: counter *
+    per_step + index, counter [1] u32 on this device; error [1] u32: number of an exchange that got no answer, or 0.
+    """
+
+    outbox: int
+    inbox: int
+    words_max: int
+    counter: Array
+    per_step: int
+    index: int
+    error: Array
+    patience: Patience
+
+    def bind(self, d: Dims, args: sum_mail_args, words: int, blocks: int) -> None:
+        """Fills `args` for an exchange of so many words by a launch of so many blocks. Raises ContractError."""
+        d.match("mail.counter", self.counter, 1, dtype=DType.U32)
+        d.match("mail.error", self.error, 1, dtype=DType.U32)
+        d.require(words <= self.words_max, f"y has {words} values, expected at most the {self.words_max} words of a mailbox")
+        d.require(1 <= self.index <= self.per_step < U32_LIMIT, f"mail.index is {self.index}, expected 1 to per_step={self.per_step}")
+        args.outbox, args.inbox, args.counter, args.error = self.outbox, self.inbox, self.counter.address, self.error.address
+        args.capacity, args.per_step, args.index, args.budget = self.words_max, self.per_step, self.index, self.patience.of(blocks)
 
 
 @dataclass(frozen=True)
@@ -183,6 +211,7 @@ def gemv(
     residual: Array | None = None,
     halves: Halves | None = None,
     whole_k: int | None = None,
+    mail: SumMail | None = None,
     positions: Array | None = None,
     inv_freq: Array | None = None,
     part: Part | None = None,
@@ -192,10 +221,11 @@ def gemv(
     x [rows, k] T; norm [k] T; h [rows, k] T out: the normed rows, with bf16 x of a launch with RouterPart alone. residual [rows, n] T, of a
     RESIDUAL segment, which is the only one and has no norm, may be its y; bf16 x wants halves with it. whole_k: x and weights are one half
     (halves.half_of) of a product of that many k, on a device of a pair: the sums have the bits of that half inside RESIDUAL, halves.join adds both;
-    STORE_F32 segments alone, no norm. positions [rows] i32, below 2^21,
-    negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and RowsPart. No output may overlap x or another output. All weights
-    have one format, but for the router's (RouterPart). k: any beside f32 x, with bf16 x a multiple of 8 from 64 on, quantised a multiple of 64. bf16
-    x and norm start at multiples of 16 bytes; x enters scaled formats as integers of 16 bits a group (wave_product.h).
+    STORE_F32 segments alone, no norm; or with mail, beside bf16 x, one RESIDUAL segment, to which the launch adds the other device's sums, for which
+    every one of its blocks waits. positions [rows] i32, below 2^21, negative: padding; inv_freq [dim / 2] f32, each at most 1: of ROPE segments and
+    RowsPart. No output may overlap x or another output. All weights have one format, but for the router's (RouterPart). k: any beside f32 x, with
+    bf16 x a multiple of 8 from 64 on, quantised a multiple of 64. bf16 x and norm start at multiples of 16 bytes; x enters scaled formats as
+    integers of 16 bits a group (wave_product.h).
     Enqueues one kernel. Raises ContractError.
     """
     d = Dims("step_gemv")
@@ -223,12 +253,17 @@ def gemv(
         args.inv_freq, args.rope_dim = inv_freq.address, 2 * d["rope pairs"]
     for index, segment in enumerate(segments):
         _bind_segment(d, args, index, segment, x, residual)
-    _bind_wide(d, args, segments, whole_k, norm)
-    if any(segment.epilogue is Epilogue.RESIDUAL for segment in segments):
-        _bind_halves(d, args, x.dtype, segments, halves, norm, part)
+    _bind_wide(d, args, segments, whole_k, norm, mail)
+    added = any(segment.epilogue is Epilogue.RESIDUAL for segment in segments)
+    if added:
+        _bind_halves(d, args, x.dtype, segments, halves, norm, part, mail)
     _bind_part(d, args, part, x, segments)
-    kernel = _kernel(d, x, [segment.weight for segment in segments], isinstance(part, RouterPart), bool(args.partial))
-    launch(stream, kernel, (args.part_blocks + _product_blocks(args, x.dtype, len(segments), _narrow_below(stream, kernel)), 1, 1), args)
+    kernel = _kernel(d, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
+    blocks = args.part_blocks + _product_blocks(args, x.dtype, len(segments), _narrow_below(stream, kernel))
+    if mail is not None:
+        mail.bind(d, args.mail, d["rows"] * d["n0"], blocks)
+        args.waiting_blocks = blocks
+    launch(stream, kernel, (blocks, 1, 1), args)
 
 
 def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | None = None) -> None:
@@ -333,23 +368,35 @@ def _require_rope(d: Dims, args: step_gemv_args, dim: int, who: str) -> None:
     d.require(args.rope_dim == dim, f"{who} turns {dim} columns, expected {args.rope_dim} (bound by inv_freq dim 0)")
 
 
-def _bind_wide(d: Dims, args: step_gemv_args, segments: Sequence[Segment], whole_k: int | None, norm: Array | None) -> None:
+def _bind_wide(d: Dims, args: step_gemv_args, segments: Sequence[Segment], whole_k: int | None, norm: Array | None, mail: SumMail | None) -> None:
     """Which of the two orders of additions the launch has."""
-    k = args.k
+    k, epilogue = args.k, Epilogue.STORE_F32 if mail is None else Epilogue.RESIDUAL
+    d.require(mail is None or whole_k is not None, "mail is given without whole_k, expected the k of the whole product")
     if whole_k is not None:
         parts = [half_of(whole_k, half)[1] for half in range(2)]
         d.require(k in parts, f"k is {k}, expected {parts[0]} or {parts[1]}, a half of whole_k={whole_k}")
-        stored = norm is None and all(segment.epilogue is Epilogue.STORE_F32 for segment in segments)
-        d.require(stored, "whole_k is given, expected STORE_F32 segments and no norm: a half of a product is neither normed nor rounded")
+        stored = norm is None and all(segment.epilogue is epilogue for segment in segments)
+        what = f"whole_k is given, expected {epilogue.name} segments and no norm"
+        d.require(stored, f"{what}: a half of a product is {'not normed' if mail else 'neither normed nor rounded'}")
     halved = whole_k if whole_k is not None else k if any(segment.epilogue is Epilogue.RESIDUAL for segment in segments) else None
     args.wide = int((k if halved is None else first_half(halved)) >= LONG_K)
 
 
 def _bind_halves(
-    d: Dims, args: step_gemv_args, dtype: DType, segments: Sequence[Segment], halves: Halves | None, norm: Array | None, part: Part | None
+    d: Dims,
+    args: step_gemv_args,
+    dtype: DType,
+    segments: Sequence[Segment],
+    halves: Halves | None,
+    norm: Array | None,
+    part: Part | None,
+    mail: SumMail | None,
 ) -> None:
     d.require(len(segments) == 1, f"a RESIDUAL segment is one of {len(segments)}, expected it alone")
     d.require(norm is None and (part is None or isinstance(part, FetchPart)), "a RESIDUAL segment has no norm and no part but FETCH")
+    if mail is not None:
+        d.require(dtype is DType.BF16, "mail is given beside f32 x, expected bf16; next: STORE_F32 and an exchange of Sums")
+        return
     if dtype is DType.F32:  # one block computes both
         return
     if halves is None:

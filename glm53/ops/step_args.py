@@ -6,6 +6,7 @@ from ctypes import c_float, c_uint32, c_uint64, c_void_p
 
 from glm53.ops.args import Args
 from glm53.ops.history_args import fetch_args
+from glm53.ops.pair_args import sum_mail_args
 
 
 class step_rows_args(Args):
@@ -145,6 +146,7 @@ class step_gemv_args(Args):
         ("part_fetch", fetch_args),
         ("part_router", step_router_args),
         ("part_place", step_place_args),
+        ("mail", sum_mail_args),  # epilogue 4 with bf16 x on a side of a pair: k is one half, the other device's sums are added
         ("x_batch_stride", c_uint64),
         ("y_batch_stride", c_uint64),
         ("x_stride", c_uint32),  # between rows
@@ -163,7 +165,7 @@ class step_gemv_args(Args):
         ("part_blocks", c_uint32),
         ("rounds", c_uint32),  # of GIVE and FETCH
         ("wide", c_uint32),  # 1: 32 lanes, or 8 waves, share a column: k >= 1,024; of halves, or of one half alone, the first half of k
-        ("waiting_blocks", c_uint32),  # the first blocks, which may wait for another device: those of part ROWS with an inbox
+        ("waiting_blocks", c_uint32),  # the first blocks, which may wait for another device: those of part ROWS with an inbox; all with mail
         ("narrow", c_uint32),  # 1: a block has 16 rows of weights; wide, one row of bf16 x, no epilogue 3
         ("_pad", c_uint32),
     ]
@@ -189,8 +191,8 @@ class step_experts_args(Args):
 
 class step_down_args(Args):
     """y[r, c] = T(residual[r, c] + (sum over slots ascending of (weight * act) @ down[expert]^T + shared_act @ shared_down^T)) in f32; T f32: weight
-    times the slot's sum. The sums of both halves of k are added last. Without a residual, y = the sum over all of k, which is a half on a device of a
-    pair. Grid: (rows, blocks of columns; T bf16 with a residual: 2 of each, for the halves of k)."""
+    times the slot's sum. The sums of both halves of k are added last. On a device of a pair k is one half: with mail, T bf16, the other device's sums
+    are added; without a residual y = the sum. Grid: (rows, blocks of columns; T bf16 with both halves: 2 of each)."""
 
     _fields_ = [
         ("act", c_void_p),  # [rows * slots, k] T
@@ -205,6 +207,7 @@ class step_down_args(Args):
         ("y", c_void_p),  # [rows, n] T; without a residual f32
         ("partial", c_void_p),  # [rows, blocks of columns, 2, sums of a block] f32, T bf16: two blocks share the columns, each half of k
         ("arrivals", c_void_p),  # [rows, blocks of columns] u32, likewise; 0 before and after
+        ("mail", sum_mail_args),
         ("rows", c_uint32),
         ("slots", c_uint32),
         ("experts", c_uint32),
@@ -213,6 +216,8 @@ class step_down_args(Args):
         ("shared_k", c_uint32),
         ("format", c_uint32),
         ("shared_format", c_uint32),
+        ("waiting_blocks", c_uint32),  # the first blocks, which may wait for another device: all with mail
+        ("_pad", c_uint32),
     ]
 
 

@@ -12,7 +12,7 @@ from glm53.hip import Array, Stream
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import GROUP, Matrix
-from glm53.ops.step import kernel_for
+from glm53.ops.step import SumMail, kernel_for
 from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.spec import DType, WeightFormat
 
@@ -111,6 +111,7 @@ def down(
     residual: Array,
     y: Array,
     halves: Halves | None = None,
+    mail: SumMail | None = None,
 ) -> None:
     """y[r] = T(residual[r] + (sum over s of (weights[r, s] * act[r, s]) @ down^T + shared_act[r] @ shared^T)), slots ascending, in f32.
 
@@ -118,20 +119,23 @@ def down(
     [n, shared_k], residual and y [rows, n] T; y may be residual. slots <= 16. Formats of weight: as `experts`; of shared: bf16, q8g64 and, with
     T f32, f32. An id outside [0, experts) adds zeros. T bf16: k and shared_k as k of `experts`, as the addresses; weights * act enters scaled formats
     as integers of 16 bits a group, plain ones as bf16; halves wanted. T f32: weights[r, s] multiplies the sum. Both halves of k and of shared_k
-    (`halves.half_of`) have a sum of their own; these are added last. Raises ContractError. Source: the sum of transformers' grouped_mm experts,
-    without its roundings to T on the way.
+    (`halves.half_of`) have a sum of their own; these are added last. mail, T bf16, instead of halves, on a device of a pair: the matrices are one
+    half of k and of shared_k, as those of `down_half`, and the launch adds the other device's sums, for which every one of its blocks waits. Raises
+    ContractError. Source: the sum of transformers' grouped_mm experts, without its roundings to T on the way.
     """
     d = Dims("step_down")
     args = _down_args(d, act, ids, weights, weight, shared_act, shared, ("y", y))
     for label, array in (("residual", residual), ("y", y)):
         d.match(label, array, "rows", "n", dtype=act.dtype)
     args.residual = residual.address
-    if act.dtype is DType.BF16:
+    if mail is not None:
+        d.require(act.dtype is DType.BF16, "mail is given beside f32 act, expected bf16; next: down_half and an exchange of Sums")
+    elif act.dtype is DType.BF16:
         if halves is None:
             d.fail("halves is None, expected Halves beside bf16 act")
         halves.check(d, d["rows"], d["n"])
         args.partial, args.arrivals = halves.partial.address, halves.arrivals.address
-    _launch_down(d, stream, act.dtype, weight.format, args)
+    _launch_down(d, stream, act.dtype, weight.format, args, mail)
 
 
 def down_half(stream: Stream, act: Array, ids: Array, weights: Array, weight: Matrix, shared_act: Array, shared: Matrix, total: Array) -> None:
@@ -188,11 +192,15 @@ def _down_args(
     )
 
 
-def _launch_down(d: Dims, stream: Stream, dtype: DType, weight_format: WeightFormat, args: step_down_args) -> None:
+def _launch_down(d: Dims, stream: Stream, dtype: DType, weight_format: WeightFormat, args: step_down_args, mail: SumMail | None = None) -> None:
     name = f"step_down_{dtype.label}_{weight_format.label}"
     limits = stream.device.kernel(name).constants
     d.require(args.slots <= limits["slots_max"], f"slots is {args.slots}, expected at most {limits['slots_max']}")
-    launch(stream, name, (args.rows, ceil_div(args.n, limits["cols"]) * (2 if args.partial else 1), 1), args)
+    sets = ceil_div(args.n, limits["cols"])
+    if mail is not None:
+        mail.bind(d, args.mail, args.rows * args.n, args.rows * sets)
+        args.waiting_blocks = args.rows * sets
+    launch(stream, name, (args.rows, sets * (2 if args.partial else 1), 1), args)
 
 
 def _matrix_bytes(n: int, k: int, weight_format: WeightFormat) -> int:

@@ -19,7 +19,7 @@
 //   pick_bytes<a, b, c, d>(low, high)   bytes a, b, c, d of the eight of low, then high
 //   dot4(a, b, c)                       c + the sum of four products of signed bytes, where there are no matrix tiles
 //   load16(from, to)                    16 aligned bytes into four registers as one access
-//   copy16_async, copy16_line_async, copy8_async, copies_done, copies_commit, copies_wait, load_matrices, store16    where there are TILE_MMA: device
+//   copy16_async, copy16_line_async, copy8_async, copy4_async, copies_done, copies_commit, copies_wait, load_matrices, store16    where there are TILE_MMA: device
 //                                       memory to workgroup memory without registers, in batches; 16 bytes stored as one access
 //   uniform(v)                         v, which is the same in the whole block, where the compiler cannot know it
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop

@@ -162,6 +162,9 @@ DEVICE void copy16_line_async(void* to, const void* from) {
 DEVICE void copy8_async(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
+DEVICE void copy4_async(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
 DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // copies_commit: the copies since the last one are one batch. copies_wait<N>: all batches but the last N are there.
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

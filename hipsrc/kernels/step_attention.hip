@@ -336,40 +336,64 @@ EARLY_KERNEL(step_attend_one_bf16_q8g64, step_attend_args, 256, 1) { step_attend
 
 namespace step_expansion {
 
-constexpr uint32_t THREADS = gemv::THREADS;
 constexpr uint32_t SPLIT = step_mla::SPLIT, SPLITS_MAX = 128, LATENT_MAX = step_mla::LATENT_MAX;
 constexpr float LOWEST = step_mla::LOWEST;
-constexpr uint32_t LANES = 4;   // of an output: gemv::lanes_of below LONG_K
-constexpr uint32_t OUTPUTS = 2;  // of a group of lanes
-constexpr uint32_t TOGETHER = THREADS / LANES, COLUMNS = OUTPUTS * TOGETHER;  // of v, a block
-constexpr uint32_t JOINED = 16, JOINED_ONE = 32;  // splits whose values are loaded at once; in step_expand_one
-constexpr uint32_t DEPTH = 4;                     // rounds of weights in flight: half of a q8g64 row of 512
+constexpr uint32_t LANES = 4;                  // of an output: gemv::lanes_of below LONG_K
+constexpr uint32_t COLUMNS = LATENT_MAX / LANES;  // of v, a block
+constexpr uint32_t JOINED = 16;                // splits whose values are loaded at once
+constexpr uint32_t DEPTH = 4;                  // rounds of weights in flight: half of a q8g64 row of 512
 
-static_assert(LATENT_MAX == 2 * THREADS, "a work-item joins two columns of the latent");
 static_assert(LATENT_MAX < gemv::LONG_K, "an output has four lanes");
 
-// Columns 2 t and 2 t + 1 of splits [start, start + N), of the last that there is where there are fewer.
-template <uint32_t N> DEVICE void load_partial(const float* from, const step_expand_args& a, uint32_t start, uint64_t (&to)[N]) {
+// A block has LATENT_MAX / PER work-items, each of which joins PER columns of the latent and has a part of PER outputs.
+template <uint32_t PER> constexpr uint32_t THREADS = LATENT_MAX / PER;
+template <uint32_t PER> constexpr uint32_t TOGETHER = THREADS<PER> / LANES;  // outputs side by side
+
+template <uint32_t PER> struct Columns {
+  uint32_t word[PER];
+};
+template <uint32_t PER> DEVICE Columns<PER> load_columns(const float* from) {
+  Columns<PER> to;
+  if constexpr (PER == 2) {
+    uint64_t both = *(const uint64_t*)from;
+    to.word[0] = (uint32_t)both;
+    to.word[1] = (uint32_t)(both >> 32);
+  } else {
+    to.word[0] = bits_of(*from);
+  }
+  return to;
+}
+
+// The columns of splits [start, start + N), of the last that there is where there are fewer.
+template <uint32_t PER, uint32_t N> DEVICE void load_partial(const float* from, const step_expand_args& a, uint32_t start, Columns<PER> (&to)[N]) {
   UNROLL
   for (uint32_t i = 0; i < N; i++) {
     uint32_t split = start + i < a.splits ? start + i : a.splits - 1;
-    to[i] = *(const uint64_t*)(from + (uint64_t)split * a.latent);
+    to[i] = load_columns<PER>(from + (uint64_t)split * a.latent);
   }
 }
 
+// stats: weights and masses of the splits; mass, sum: of those joined so far.
+template <uint32_t PER> struct Joined {
+  float mass, sum[PER];
+};
+
 // Adds splits [start, start + N) as far as they are used: what lies past them may be anything.
-template <uint32_t N>
-DEVICE void add_partial(uint64_t (&values)[N], uint32_t start, uint32_t used, const float* weights, const float* masses, float& mass,
-                        float (&sum)[2]) {
+template <uint32_t PER, uint32_t N>
+DEVICE void add_partial(Columns<PER> (&values)[N], uint32_t start, uint32_t used, const float* stats, Joined<PER>& joined) {
   if (start + N > used) {
     UNROLL
-    for (uint32_t i = 0; i < N; i++) values[i] = start + i < used ? values[i] : 0u;
+    for (uint32_t i = 0; i < N; i++) {
+      UNROLL
+      for (uint32_t j = 0; j < PER; j++) values[i].word[j] = start + i < used ? values[i].word[j] : 0u;
+    }
   }
   UNROLL
   for (uint32_t i = 0; i < N; i++) {
-    mass = fma_f32(weights[start + i], masses[start + i], mass);
-    sum[0] = fma_f32(weights[start + i], float_of((uint32_t)values[i]), sum[0]);
-    sum[1] = fma_f32(weights[start + i], float_of((uint32_t)(values[i] >> 32)), sum[1]);
+    float weight = stats[start + i];
+    joined.mass = fma_f32(weight, stats[SPLITS_MAX + start + i], joined.mass);
+    UNROLL
+    for (uint32_t j = 0; j < PER; j++) joined.sum[j] = fma_f32(weight, float_of(values[i].word[j]), joined.sum[j]);
   }
 }
 
@@ -386,75 +410,164 @@ DEVICE void weigh(const float (&tops)[SPLITS_MAX / 32], float own_top, float own
   masses[t] = t < used ? own_mass : 0.0f;
 }
 
-// x = T(the splits joined, ascending), staged for gemv.h; zeros where none is used. stats: [2, SPLITS_MAX] weights, masses. The first splits are
-// asked for before it is known how many are used.
-template <class T, uint32_t N> DEVICE void join(const step_expand_args& a, float* stats, words16* x) {
-  constexpr uint32_t PER_UNIT = 16 / sizeof(T);
-  uint32_t t = thread_id(), c = 2 * t < a.latent ? 2 * t : 0, last = a.splits - 1;
+// Where the splits of a block's row and head begin.
+DEVICE uint64_t first_split(const step_expand_args& a) { return ((uint64_t)block_x() * a.heads + block_z()) * a.splits; }
+// This work-item's columns of the first split.
+template <uint32_t PER> DEVICE const float* partial_of(const step_expand_args& a) {
+  uint32_t c = PER * thread_id();
+  return (const float*)a.partial + first_split(a) * a.latent + (c < a.latent ? c : 0u);
+}
+// stats [2, SPLITS_MAX] after block_sync; returns how many splits are used. start(): asks for the first ones, before that is known.
+template <class F> DEVICE uint32_t weigh_splits(const step_expand_args& a, float* stats, const F& start) {
+  uint32_t t = thread_id(), last = a.splits - 1;
   int32_t planned = ((const int32_t*)a.counts)[block_x()];
-  uint64_t at = ((uint64_t)block_x() * a.heads + block_z()) * a.splits, values[N];
-  const float *from = (const float*)a.partial + at * a.latent + c, *tops = (const float*)a.tops + at;
-  float *weights = stats, *masses = stats + SPLITS_MAX, mass = 0.0f, sum[2] = {0.0f, 0.0f}, others[SPLITS_MAX / 32];
-  float own_top = tops[t < last ? t : last], own_mass = ((const float*)a.masses)[at + (t < last ? t : last)];
+  const float *tops = (const float*)a.tops + first_split(a), *masses = (const float*)a.masses + first_split(a);
+  float others[SPLITS_MAX / 32], own_top = tops[t < last ? t : last], own_mass = masses[t < last ? t : last];
   UNROLL
   for (uint32_t i = 0; i < SPLITS_MAX / 32; i++) others[i] = 32 * i <= last ? tops[t % 32 + 32 * i < last ? t % 32 + 32 * i : last] : LOWEST;
-  load_partial(from, a, 0, values);
+  start();
   uint32_t used = planned > 0 ? ((uint32_t)planned + SPLIT - 1) / SPLIT : 0u;
-  weigh(others, own_top, own_mass, used, weights, masses);
+  weigh(others, own_top, own_mass, used, stats, stats + SPLITS_MAX);
   block_sync();
-  add_partial(values, 0, used, weights, masses, mass, sum);
-  ROLLED
-  for (uint32_t start = N; start < used; start += N) {
-    load_partial(from, a, start, values);
-    add_partial(values, start, used, weights, masses, mass, sum);
-  }
-  if (2 * t < (a.latent + gemv::CHUNK_MAX - 1) / gemv::CHUNK_MAX * gemv::CHUNK_MAX) {
-    T* to = (T*)(x + gemv::place_of(2 * t / PER_UNIT)) + 2 * t % PER_UNIT;
+  return used;
+}
+
+// x = T(the splits joined, ascending), staged for gemv.h; zeros where none is used.
+template <class T, uint32_t PER> DEVICE void store_joined(const step_expand_args& a, uint32_t used, const Joined<PER>& joined, words16* x) {
+  constexpr uint32_t PER_UNIT = 16 / sizeof(T);
+  uint32_t c = PER * thread_id();
+  if (c < (a.latent + gemv::CHUNK_MAX - 1) / gemv::CHUNK_MAX * gemv::CHUNK_MAX) {
+    T* to = (T*)(x + gemv::place_of(c / PER_UNIT)) + c % PER_UNIT;
     UNROLL
-    for (uint32_t j = 0; j < 2; j++) store_f32(to + j, used && 2 * t < a.latent ? sum[j] * (1.0f / mass) : 0.0f);
+    for (uint32_t j = 0; j < PER; j++) store_f32(to + j, used && c < a.latent ? joined.sum[j] * (1.0f / joined.mass) : 0.0f);
   }
   block_sync();
 }
 
-// The first weights are asked for before the launch before has ended.
-template <class T, class W, uint32_t N> DEVICE void expand(const step_expand_args& a, float* stats, words16* x) {
-  uint32_t head = block_z(), first = block_y() * COLUMNS + thread_id() / LANES;
-  gemv::Walk<W, OUTPUTS, DEPTH, true> walk;
+template <class T, uint32_t PER> DEVICE void join(const step_expand_args& a, float* stats, words16* x) {
+  const float* from = partial_of<PER>(a);
+  Columns<PER> values[JOINED];
+  Joined<PER> joined = {};
+  uint32_t used = weigh_splits(a, stats, [&] { load_partial<PER>(from, a, 0, values); });
+  add_partial<PER>(values, 0, used, stats, joined);
+  ROLLED
+  for (uint32_t start = JOINED; start < used; start += JOINED) {
+    load_partial<PER>(from, a, start, values);
+    add_partial<PER>(values, start, used, stats, joined);
+  }
+  store_joined<T>(a, used, joined, x);
+}
+
+#if defined(TILE_MMA)
+// step_expand_one is short code: what runs once a layer comes from memory each time, and straight code for the same work is three times as long. The
+// partial results come through a ring of LDS, of which a work-item has what it copied itself.
+constexpr uint32_t STAGE = 4, STAGES = 5;  // splits of a stage, stages of the ring
+constexpr uint32_t RING = STAGES * STAGE * LATENT_MAX;
+
+DEVICE void copy_splits(const step_expand_args& a, const float* from, uint32_t start, float* slot) {
   UNROLL
-  for (uint32_t o = 0; o < OUTPUTS; o++) {
-    uint32_t n = first + o * TOGETHER;
+  for (uint32_t i = 0; i < STAGE; i++) {
+    uint32_t split = start + i < a.splits ? start + i : a.splits - 1;
+    copy4_async(slot + i * LATENT_MAX, from + (uint64_t)split * a.latent);
+  }
+  copies_commit();
+}
+
+template <class T> DEVICE void join_one(const step_expand_args& a, float* stats, words16* x, float* ring) {
+  const float* from = partial_of<1>(a);
+  float* own = ring + thread_id();
+  Joined<1> joined = {};
+  uint32_t used = weigh_splits(a, stats, [&] {
+    ROLLED
+    for (uint32_t stage = 0; stage < STAGES; stage++) copy_splits(a, from, stage * STAGE, own + stage * STAGE * LATENT_MAX);
+  });
+  uint32_t at = 0;
+  ROLLED
+  for (uint32_t start = 0; start < used; start += STAGE) {
+    copies_wait<STAGES - 1>();
+    Columns<1> values[STAGE];
+    UNROLL
+    for (uint32_t i = 0; i < STAGE; i++) values[i] = load_columns<1>(own + at + i * LATENT_MAX);
+    add_partial<1>(values, start, used, stats, joined);
+    copy_splits(a, from, start + STAGES * STAGE, own + at);
+    at = at + STAGE * LATENT_MAX < RING ? at + STAGE * LATENT_MAX : 0u;
+  }
+  store_joined<T>(a, used, joined, x);
+}
+
+// gemv::advance of rows whose rounds are all under way: two rounds a turn, those after them move up.
+template <class T, class W, uint32_t ROUNDS> DEVICE void add_all(gemv::Walk<W, 1, ROUNDS, true>& walk, const words16* x, float (&sums)[1][1]) {
+  constexpr uint32_t TURN = 2;
+  ROLLED
+  for (uint32_t first = 0; first < ROUNDS; first += TURN) {
+    UNROLL
+    for (uint32_t slot = 0; slot < TURN; slot++) {
+      uint32_t chunk = (first + slot) * LANES + walk.lane;
+      if (chunk < walk.chunks) gemv::add_chunk<T, 1>(walk, slot, x, chunk, sums);
+    }
+    UNROLL
+    for (uint32_t slot = 0; slot + TURN < ROUNDS; slot++) {
+      UNROLL
+      for (uint32_t i = 0; i < 4; i++) walk.word[slot][0][i] = walk.word[slot + TURN][0][i];
+      walk.scale[slot][0] = walk.scale[slot + TURN][0];
+    }
+  }
+}
+template <class T, uint32_t PER> constexpr bool in_loops = PER == 1;
+#else
+constexpr uint32_t RING = 1;
+template <class T, uint32_t PER> constexpr bool in_loops = false;
+#endif
+
+// The first weights are asked for before the launch before has ended. ring: [RING], of join_one.
+template <class T, class W, uint32_t PER> DEVICE void expand(const step_expand_args& a, float* stats, words16* x, float* ring) {
+  constexpr bool LOOPS = in_loops<T, PER>, WHOLE = LOOPS && W::FORMAT == WEIGHT_Q8G64;  // all rounds of a row are under way at once
+  uint32_t head = block_z(), first = block_y() * COLUMNS + thread_id() / LANES;
+  gemv::Walk<W, PER, WHOLE ? LATENT_MAX / W::CHUNK / LANES : DEPTH, true> walk;
+  UNROLL
+  for (uint32_t o = 0; o < PER; o++) {
+    uint32_t n = first + o * TOGETHER<PER>;
     uint64_t row = (uint64_t)head * a.v + (n < a.v ? n : a.v - 1);
     walk.codes[o] = (const uint8_t*)a.codes + row * W::row_bytes(a.latent);
     walk.scales[o] = W::SCALED ? (const uint16_t*)a.scales + row * (a.latent / WEIGHT_GROUP) : nullptr;
   }
   gemv::begin(walk, a.latent, a.latent >= gemv::LONG_K, thread_id());
   previous_done();
-  join<T, N>(a, stats, x);
-  float sums[1][OUTPUTS] = {};
+  float sums[1][PER] = {};
+#if defined(TILE_MMA)
+  if constexpr (LOOPS) join_one<T>(a, stats, x, ring);
+  else join<T, PER>(a, stats, x);
+  if constexpr (WHOLE) add_all<T>(walk, x, sums);
+  else gemv::advance<T>(walk, x, 0, sums);
+#else
+  (void)ring;
+  join<T, PER>(a, stats, x);
   gemv::advance<T>(walk, x, 0, sums);
+#endif
   gemv::finish(walk, sums);
   UNROLL
-  for (uint32_t o = 0; o < OUTPUTS; o++) {
-    uint32_t n = first + o * TOGETHER;
+  for (uint32_t o = 0; o < PER; o++) {
+    uint32_t n = first + o * TOGETHER<PER>;
     if (thread_id() % LANES == 0 && n < a.v) store_f32((T*)a.o + ((uint64_t)block_x() * a.heads + head) * a.v + n, sums[0][o]);
   }
 }
 
-template <class T, uint32_t N> DEVICE void step_expand(const step_expand_args& a) {
+template <class T, uint32_t PER> DEVICE void step_expand(const step_expand_args& a) {
   SHARED(float, stats, 2 * SPLITS_MAX);
   SHARED(words16, x, LATENT_MAX * sizeof(T) / 16);
+  SHARED(float, ring, (in_loops<T, PER> ? RING : 1));
   next_may_begin();
-  if (a.format == WEIGHT_Q8G64) expand<T, q8g64_weights, N>(a, stats, x);
-  else if (a.format == WEIGHT_Q4G64) expand<T, q4g64_weights, N>(a, stats, x);
-  else if (a.format == WEIGHT_BF16) expand<T, bf16_weights, N>(a, stats, x);
-  else expand<T, f32_weights, N>(a, stats, x);
+  if (a.format == WEIGHT_Q8G64) expand<T, q8g64_weights, PER>(a, stats, x, ring);
+  else if (a.format == WEIGHT_Q4G64) expand<T, q4g64_weights, PER>(a, stats, x, ring);
+  else if (a.format == WEIGHT_BF16) expand<T, bf16_weights, PER>(a, stats, x, ring);
+  else expand<T, f32_weights, PER>(a, stats, x, ring);
 }
 
 }  // namespace step_expansion
 
 // LAUNCH step_expand_f32 block=256 columns=128 splits_max=128 latent_max=512
-EARLY_KERNEL(step_expand_f32, step_expand_args, 256, 2) { step_expansion::step_expand<float, step_expansion::JOINED>(a); }
+EARLY_KERNEL(step_expand_f32, step_expand_args, 256, 2) { step_expansion::step_expand<float, 2>(a); }
 // LAUNCH step_expand_bf16 block=256 columns=128 splits_max=128 latent_max=512
-EARLY_KERNEL(step_expand_bf16, step_expand_args, 256, 2) { step_expansion::step_expand<bf16, step_expansion::JOINED>(a); }
-// LAUNCH step_expand_one_bf16 block=256 columns=128 splits_max=128 latent_max=512
-EARLY_KERNEL(step_expand_one_bf16, step_expand_args, 256, 1) { step_expansion::step_expand<bf16, step_expansion::JOINED_ONE>(a); }
+EARLY_KERNEL(step_expand_bf16, step_expand_args, 256, 2) { step_expansion::step_expand<bf16, 2>(a); }
+// LAUNCH step_expand_one_bf16 block=512 columns=128 splits_max=128 latent_max=512
+EARLY_KERNEL(step_expand_one_bf16, step_expand_args, 512, 1) { step_expansion::step_expand<bf16, 1>(a); }

@@ -1,14 +1,15 @@
 // step_experts.hip - the routed experts of a decode step (docs/decisions/0004-step-graph.md).
 //   step_experts  act[pair] = T(T(silu(gate)) * up), gate and up = T(x[row] @ w[expert]^T)
 //   step_down     y = T(residual + sum over slots of (weight * act) @ down[expert]^T + shared_act @ shared_down^T); no residual: the f32 sum alone
-// step_down adds routed and shared sums, in f32, of each half of their k (Halves), then both halves; without a residual, on a device of a pair, k is
-// such a half.
+// step_down adds routed and shared sums, in f32, of each half of their k (Halves), then both halves; without a residual, and with a.mail, on a device
+// of a pair, k is such a half; a.mail: each block adds what the other device has of its outputs (sum_mail.h).
 // T = bf16: the wave product (wave_product.h); step_down takes weight * act as x, slot after slot as one long k, all of it wide.
 // T = f32, for parity: chunk c (what 16 bytes of weights hold) belongs to lane c % LANES, LANES = 32 for k >= 1024 and in step_down, else 4; a lane adds
 // its elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
 // the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
 #include "portable.h"
 #include "gemv.h"
+#include "sum_mail.h"
 #include "wave_one.h"
 
 namespace step_moe {
@@ -218,22 +219,36 @@ template <class W> DEVICE void experts_one(const step_experts_args& a) { Experts
 
 DEVICE float weight_of(const step_down_args& a, uint32_t row, uint32_t slot) { return ((const float*)a.weights)[(uint64_t)row * a.slots + slot]; }
 
-// What step_down multiplies at once of `matrices` matrices: half of k, or all of it where there is no residual.
+// Are both halves of k here?
+DEVICE bool has_both(const step_down_args& a) { return a.residual && !a.mail.outbox; }
+// What step_down multiplies at once of `matrices` matrices: half of k, or all of it where that is a half.
 DEVICE Weights down_part(const step_down_args& a, uint32_t k, uint32_t matrices, uint32_t half) {
-  return a.residual ? half_of(k, matrices, half, true) : Weights{k, k, 0, matrices, true};
+  return has_both(a) ? half_of(k, matrices, half, true) : Weights{k, k, 0, matrices, true};
 }
 
-// The first loads of the routed experts leave before the shared one is added, where registers allow.
-#if defined(TILE_MMA)
-constexpr bool BESIDE = false;
-#else
-constexpr bool BESIDE = false;
-#endif
+// The outputs of a block of T = bf16, columns from `first` on of row `row`; sum(wave, row) of what was multiplied here. word: LDS of the caller's.
+template <class Sum> DEVICE void store_down(const step_down_args& a, uint32_t row, uint32_t first, uint32_t half, uint32_t* word, const Sum& sum) {
+  uint32_t y = row * a.n + first;
+  bool inside = first + tile_lane() < a.n;
+  if (a.mail.outbox) {
+    sum_mail::add_other(a.mail, true, 1, a.residual, a.y, [&](uint32_t, uint32_t) { return inside ? y + tile_lane() : sum_mail::OUTSIDE; }, sum);
+    return;
+  }
+  if (!a.residual) {
+    if (tile_group() == 0 && inside) ((float*)a.y)[y + tile_lane()] = sum(0, 0);
+    return;
+  }
+  Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
+  uint32_t set = row * ((a.n + DOWN_COLS - 1) / DOWN_COLS) + first / DOWN_COLS;
+  for_both(halves, set, half, true, 1, word, sum, [&](uint32_t, uint32_t lane, uint32_t, float both) {
+    if (inside) store_f32((bf16*)a.y + y + lane, load_f32((const bf16*)a.residual + y + lane) + both);
+  });
+}
 
 // Weights of the shared expert, S, are asked for before the launches before are done.
 template <class W, class S> DEVICE void down_tiles(const step_down_args& a, const Lds& lds, uint32_t* word) {
-  bool joined = a.residual;
-  uint32_t row = block_x(), half = joined ? block_y() % 2 : 0u, block = joined ? block_y() / 2 : block_y(), first = block * DOWN_COLS, last = a.n - 1;
+  bool both = has_both(a);
+  uint32_t row = block_x(), half = both ? block_y() % 2 : 0u, first = (both ? block_y() / 2 : block_y()) * DOWN_COLS, last = a.n - 1;
   auto column = [&](uint32_t i) { return least(first + i, last); };
   Weights common = down_part(a, a.shared_k, 1, half), routed = down_part(a, a.k, a.slots, half);
   auto shared_at = [&](uint32_t) { return Matrix{(const uint8_t*)a.shared_codes, (const uint16_t*)a.shared_scales}; };
@@ -247,33 +262,22 @@ template <class W, class S> DEVICE void down_tiles(const step_down_args& a, cons
     return Matrix{(const uint8_t*)a.codes + matrix * W::row_bytes(a.k), (const uint16_t*)a.scales + (W::SCALED ? matrix * (a.k / WEIGHT_GROUP) : 0)};
   };
   Walk<W> walk;
-  if constexpr (BESIDE) begin(walk, routed, at, column);
   const bf16* shared_act = (const bf16*)a.shared_act + (uint64_t)row * a.shared_k + common.first;
   product(shared, common, shared_at, lds, 1, [&](uint32_t, uint32_t) { return shared_act; }, {});
   float of_shared = tile_group() == 0 ? sum_of(common, lds, 0, 0, {}) : 0.0f;
   block_sync();
-  if constexpr (!BESIDE) begin(walk, routed, at, column);
+  begin(walk, routed, at, column);
   const bf16* act = (const bf16*)a.act + (uint64_t)row * a.slots * a.k + routed.first;
   auto x = [&](uint32_t slot, uint32_t) { return outside(slot) ? nullptr : act + (uint64_t)slot * a.k; };
   product(walk, routed, at, lds, 1, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
-  Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
-  auto sum = [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; };
-  uint64_t y = (uint64_t)row * a.n + first;
-  if (!joined) {
-    if (tile_group() == 0 && first + tile_lane() < a.n) ((float*)a.y)[y + tile_lane()] = sum(0, 0);
-    return;
-  }
-  for_both(halves, row * ((a.n + DOWN_COLS - 1) / DOWN_COLS) + block, half, true, 1, word, sum, [&](uint32_t, uint32_t lane, uint32_t, float both) {
-    uint64_t to = y + lane;
-    if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + both);
-  });
+  store_down(a, row, first, half, word, [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; });
 }
 
 #if defined(TILE_MMA)
 // down_tiles where both formats have scales: every block has one row. of_waves [WAVES * COLS]: for the sums of the shared expert.
 template <class W, class S> DEVICE void down_one(const step_down_args& a, const wave_one::Lds& lds, float* of_waves, uint32_t* word) {
-  bool joined = a.residual;
-  uint32_t row = block_x(), half = joined ? block_y() % 2 : 0u, block = joined ? block_y() / 2 : block_y(), first = block * DOWN_COLS, last = a.n - 1;
+  bool both = has_both(a);
+  uint32_t row = block_x(), half = both ? block_y() % 2 : 0u, first = (both ? block_y() / 2 : block_y()) * DOWN_COLS, last = a.n - 1;
   auto column = [&](uint32_t i) { return least(first + i, last); };
   Weights common = down_part(a, a.shared_k, 1, half), routed = down_part(a, a.k, a.slots, half);
   auto shared_at = [&](uint32_t) { return Matrix{(const uint8_t*)a.shared_codes, (const uint16_t*)a.shared_scales}; };
@@ -298,25 +302,15 @@ template <class W, class S> DEVICE void down_one(const step_down_args& a, const 
   wave_one::add_runs(walk, routed, at, lds, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
   of_waves[tile_group() * COLS + tile_lane()] = of_shared;
   block_sync();
-  auto sum = [&](uint32_t, uint32_t) {
+  store_down(a, row, first, half, word, [&](uint32_t, uint32_t) {
     wave_one::Lds beside = lds;
     beside.sums = of_waves;
     return wave_one::sum_of(routed, lds, 0, {}) + wave_one::sum_of(common, beside, 0, {});
-  };
-  uint64_t y = (uint64_t)row * a.n + first;
-  if (!joined) {
-    if (tile_group() == 0 && first + tile_lane() < a.n) ((float*)a.y)[y + tile_lane()] = sum(0, 0);
-    return;
-  }
-  Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
-  for_both(halves, row * ((a.n + DOWN_COLS - 1) / DOWN_COLS) + block, half, true, 1, word, sum, [&](uint32_t, uint32_t lane, uint32_t, float both) {
-    uint64_t to = y + lane;
-    if (first + lane < a.n) store_f32((bf16*)a.y + to, load_f32((const bf16*)a.residual + to) + both);
   });
 }
 #endif
 
-// Grid: rows, ceil(n / 32), with T = bf16 and a residual twice that: the halves of k side by side. T = f32: one after the other.
+// Grid: rows, ceil(n / 32), with T = bf16 and both halves of k twice that: side by side. T = f32: one after the other.
 template <class T, class W> struct Down;
 template <class W> struct Down<float, W> {
   template <class S> DEVICE void shared(const step_down_args& a, const Weights& part, uint32_t first, uint32_t last, float* to) {

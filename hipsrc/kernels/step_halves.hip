@@ -1,13 +1,29 @@
 // step_halves.hip - y = T(residual + x @ w^T) of a decode step for T = bf16, where two blocks share a set of columns and each has half of k: the order in
 // which a pair of devices, which have half of the weights each, adds. Struct: step_gemv_args, segment 0, no norm; part FETCH. The wave product
-// (wave_product.h), wide where the first half of k is at least LONG_K.
+// (wave_product.h), wide where the first half of k is at least LONG_K. On a side of such a pair (a.mail) there is one half, and each block adds what
+// the other device has of its outputs (sum_mail.h).
 #include "portable.h"
 #include "fetch.h"
+#include "sum_mail.h"
 #include "wave_one.h"
 
 namespace step_halves {
 
 using namespace wave_product;
+
+// What a block multiplies: half `half` of set `set` of outputs.
+struct Share {
+  uint32_t set, half;
+  bool sent;  // the other half is another device's
+};
+DEVICE Share share_of(const step_gemv_args& a, uint32_t block) {
+  bool sent = a.mail.outbox;
+  return {sent ? block : block / 2, sent ? 0u : block % 2, sent};
+}
+DEVICE Weights weights_of(const step_gemv_args& a, const Share& share) {
+  bool wide = a.wide;
+  return share.sent ? Weights{a.k, a.k, 0, 1, wide} : half_of(a.k, 1, share.half, wide);
+}
 
 template <class W> DEVICE void run(const step_gemv_args& a) {
   SHARED(words16, x, WAVES * X_BYTES / 16);
@@ -20,11 +36,12 @@ template <class W> DEVICE void run(const step_gemv_args& a) {
     history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
     return;
   }
-  uint32_t block = block_x() - a.part_blocks, half = block % 2, turns = (a.rows + ROWS - 1) / ROWS, set = block / 2 / turns;
-  uint32_t first_row = (block / 2 - set * turns) * ROWS, rows = a.rows - first_row < ROWS ? a.rows - first_row : ROWS, last = a.n[0] - 1u;
+  Share share = share_of(a, block_x() - a.part_blocks);
+  uint32_t turns = (a.rows + ROWS - 1) / ROWS, set = share.set / turns, last = a.n[0] - 1u;
+  uint32_t first_row = (share.set - set * turns) * ROWS, rows = a.rows - first_row < ROWS ? a.rows - first_row : ROWS;
   bool wide = a.wide;
   uint32_t column = (wide ? set : set * WAVES + tile_group()) * COLS;
-  Weights w = half_of(a.k, 1, half, wide);
+  Weights w = weights_of(a, share);
   auto at = [&](uint32_t) { return Matrix{(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}; };
   Walk<W> walk;
   begin(walk, w, at, [&](uint32_t i) { return column + i < last ? column + i : last; });
@@ -33,11 +50,21 @@ template <class W> DEVICE void run(const step_gemv_args& a) {
   Lds lds = {x, x_scale, nullptr, sums, nullptr};
   product(walk, w, at, lds, rows, [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; }, {});
   auto sum = [&](uint32_t wave, uint32_t row) { return sum_of(w, lds, wave, row, {}); };
+  // Once more, so that it takes no registers while the weights do.
+  share = share_of(a, opaque(block_x()) - a.part_blocks);
+  set = share.set / turns;
+  auto output = [&](uint32_t wave, uint32_t row) {
+    uint32_t to = (wide ? set : set * WAVES + wave) * COLS + tile_lane();
+    return to < a.n[0] ? ((share.set - set * turns) * ROWS + row) * a.y_stride[0] + to : sum_mail::OUTSIDE;
+  };
+  if (share.sent) {
+    sum_mail::add_other(a.mail, wide, rows, a.residual, a.y[0], output, sum);
+    return;
+  }
   Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
-  for_both(halves, block / 2, half, wide, rows, word, sum, [&](uint32_t wave, uint32_t lane, uint32_t row, float both) {
-    uint32_t to = (wide ? set : set * WAVES + wave) * COLS + lane;
-    uint64_t index = (uint64_t)(first_row + row) * a.y_stride[0] + to;
-    if (to <= last) store_f32((bf16*)a.y[0] + index, load_f32((const bf16*)a.residual + index) + both);
+  for_both(halves, share.set, share.half, wide, rows, word, sum, [&](uint32_t wave, uint32_t, uint32_t row, float both) {
+    uint32_t index = output(wave, row);
+    if (index != sum_mail::OUTSIDE) store_f32((bf16*)a.y[0] + index, load_f32((const bf16*)a.residual + index) + both);
   });
 }
 
@@ -56,10 +83,11 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) {
     history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
     return;
   }
-  uint32_t block = block_x() - a.part_blocks, half = block % 2, set = block / 2, last = a.n[0] - 1u;
+  Share share = share_of(a, block_x() - a.part_blocks);
+  uint32_t set = share.set, last = a.n[0] - 1u;
   bool wide = a.wide;
   uint32_t column = (wide ? set : set * WAVES + tile_group()) * COLS;
-  Weights w = half_of(a.k, 1, half, wide);
+  Weights w = weights_of(a, share);
   auto at = [&](uint32_t) { return Matrix{(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}; };
   wave_one::Lds lds = {ring, scales, planes, x_scale, nullptr, sums, nullptr};
   wave_one::Walk<W> walk;
@@ -68,9 +96,17 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) {
   const bf16* x = (const bf16*)a.x + w.first;
   wave_one::product(walk, w, at, lds, [&](uint32_t) { return x; }, {});
   auto sum = [&](uint32_t wave, uint32_t) { return wave_one::sum_of(w, lds, wave, {}); };
-  for_both({(float*)a.partial, (uint32_t*)a.arrivals}, set, half, wide, 1, word, sum, [&](uint32_t wave, uint32_t lane, uint32_t, float both) {
-    uint32_t to = (wide ? set : set * WAVES + wave) * COLS + lane;
-    if (to <= last) store_f32((bf16*)a.y[0] + to, load_f32((const bf16*)a.residual + to) + both);
+  auto output = [&](uint32_t wave, uint32_t) {
+    uint32_t to = (wide ? set : set * WAVES + wave) * COLS + tile_lane();
+    return to <= last ? to : sum_mail::OUTSIDE;
+  };
+  if (share.sent) {
+    sum_mail::add_other(a.mail, wide, 1, a.residual, a.y[0], output, sum);
+    return;
+  }
+  for_both({(float*)a.partial, (uint32_t*)a.arrivals}, set, share.half, wide, 1, word, sum, [&](uint32_t wave, uint32_t, uint32_t row, float both) {
+    uint32_t to = output(wave, row);
+    if (to != sum_mail::OUTSIDE) store_f32((bf16*)a.y[0] + to, load_f32((const bf16*)a.residual + to) + both);
   });
 }
 #else
@@ -79,7 +115,7 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) { run<W>(a); }
 
 }  // namespace step_halves
 
-// Grid: part_blocks + 2 * blocks of 8 rows of x and cols columns where half of k is at least long_k, else cols_short.
+// Grid: part_blocks + 2 * blocks (a.mail: 1 * blocks) of 8 rows of x and cols columns where half of k is at least long_k, else cols_short.
 // LAUNCH step_halves_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024
 EARLY_KERNEL(step_halves_bf16_bf16, step_gemv_args, 256, 2) { step_halves::run<bf16_weights>(a); }
 // LAUNCH step_halves_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024

@@ -304,7 +304,8 @@ def test_a_silent_side_is_an_error_that_names_both(pair: Pair, silent: int) -> N
         steps = Step(bench)
         steps.begin()
         bench.enqueue_side(here, steps.requests[here])
-        with pytest.raises(LinkError, match=rf"device {here} got no answer from device {silent} in exchange \d within {budget} polls; next: .*--p2p off"):
+        expected = rf"device {here} got no answer from device {silent} in exchange \d within {budget} polls; next: .*--p2p off"
+        with pytest.raises(LinkError, match=expected):
             bench.check()
         assert bench.exchange.errors(silent).numpy()[0] == 0
         bench.exchange.reset()

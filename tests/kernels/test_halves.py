@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from glm53.hip import Array, Device
 from glm53.ops import halves, step, step_experts
 from glm53.ops.contract import ContractError
 from glm53.ops.matrix import Matrix
-from glm53.ops.step import Epilogue, Segment
+from glm53.ops.step import Epilogue, Patience, Segment, SumMail
 from glm53.spec import DType, WeightFormat
 
 F32, BF16, Q8 = DType.F32, DType.BF16, WeightFormat.Q8G64
@@ -63,6 +64,22 @@ def test_whole_k_is_matched(device: Device, make: Make) -> None:
         step.gemv(stream, x, [Segment(weight, y)], whole_k=256)
     with pytest.raises(ContractError, match="whole_k is given, expected STORE_F32 segments and no norm"):
         step.gemv(stream, x, [Segment(weight, y, Epilogue.STORE_F32)], whole_k=256, norm=make(F32, 128), eps=1e-6)
+
+
+def test_mail_is_for_bf16_halves(device: Device, make: Make) -> None:
+    """Refused before anything is posted."""
+    mail = SumMail(0, 0, 3, make(DType.U32, 1), 2, 1, make(DType.U32, 1), Patience(1))
+
+    def refused(dtype: DType, match: str, epilogue: Epilogue = Epilogue.RESIDUAL, whole_k: int | None = 256, mail: SumMail = mail) -> None:
+        x, y, weight = make(dtype, 1, 128), make(F32 if epilogue is Epilogue.STORE_F32 else dtype, 1, 4), Matrix.plain(make(dtype, 4, 128))
+        with pytest.raises(ContractError, match=match):
+            step.gemv(device.default_stream, x, [Segment(weight, y, epilogue)], residual=y, whole_k=whole_k, mail=mail)
+
+    refused(F32, "mail is given beside f32 x, expected bf16")
+    refused(BF16, "mail is given without whole_k", whole_k=None)
+    refused(BF16, "expected RESIDUAL segments and no norm", epilogue=Epilogue.STORE_F32)
+    refused(BF16, "y has 4 values, expected at most the 3 words of a mailbox")
+    refused(BF16, "mail.index is 3, expected 1 to per_step=2", mail=replace(mail, words_max=4, index=3))
 
 
 def test_residual_of_f32_x_is_alone_and_not_normed(device: Device, make: Make) -> None:

@@ -17,6 +17,7 @@ from tier_scene import RING, VOCAB
 from glm53 import Completion, Engine, SamplingParams
 from glm53.errors import DeviceMemoryError, Glm53Error, HipError, InputError, LinkError
 from glm53.hip import Graph, runtime
+from glm53.model.pair import PairSide
 
 MODEL: dict[str, Any] = {"layers": 5, "seed": 12, "overrides": {"moe_intermediate_size": 192}}
 BF16: dict[str, Any] = {"seed": 13, "real_widths": True, "dtype": "bfloat16", "scale": 0.5, "overrides": {"moe_intermediate_size": 128}}
@@ -64,14 +65,17 @@ def test_pair_is_single(p2p: str, tier: str, seed: int, make_checkpoint: Callabl
 
 
 @pytest.mark.parametrize("weights", ["auto", "q8q4"])
-@pytest.mark.parametrize("p2p", WAYS)
-def test_bf16_and_quantised(p2p: str, weights: str, make_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("way", [*WAYS, "products", "products, checked"])
+def test_bf16_and_quantised(way: str, weights: str, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """products: the kernels of products add the other side's sums, as on GPUs."""
     path, calls = make_checkpoint(**BF16), tier_scene.script(5, prompt_rows=240, calls=6)
     changes: dict[str, Any] = {"dtype": "bf16", "kv_format": "q8g64", "weights": weights}
     with tier_scene.open_resident(path, **changes) as single:
         expected = tier_scene.play(single, calls)
-    with pair(path, p2p, **changes) as both:
-        tier_scene.assert_same_bits(expected, tier_scene.play(both, calls), f"{p2p} {weights}")
+    if way.startswith("products"):
+        monkeypatch.setattr(PairSide, "adds_in_products", property(lambda side: side.pair.fast))
+    with pair(path, "off" if way == "off" else "auto", check_pair=way.endswith("checked"), **changes) as both:
+        tier_scene.assert_same_bits(expected, tier_scene.play(both, calls), f"{way} {weights}")
 
 
 def requests(engine: Engine) -> list[Completion]:

@@ -1,0 +1,130 @@
+"""Products that add the other device's sums in the kernel that makes them: the bits of one device that has both halves, under any schedule, and a
+silent side is an error. cases_halves.py has the words that they post."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from glm53.check.case import round_to
+from glm53.check.links import open_link
+from glm53.errors import LinkError
+from glm53.hip import Array, Device, PeerAccess, Stream, runtime
+from glm53.ops import step
+from glm53.ops.contract import ContractError
+from glm53.ops.exchange import Exchange, Products
+from glm53.ops.halves import Halves, half_of
+from glm53.ops.matrix import Matrix
+from glm53.spec import DType
+
+BF16 = DType.BF16
+Pair = tuple[Device, Device]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    if runtime.select().device_count < 2:
+        pytest.skip("needs two devices")
+    devices = (Device(0), Device(1))
+    yield devices
+    for device in devices:
+        device.close(free_buffers=True)
+
+
+@pytest.fixture
+def control() -> Iterator[ctypes.CDLL]:
+    """The cpu runtime's own symbols; the seed ends with the test."""
+    if runtime.select().name != "cpu":
+        pytest.skip("needs the cpu runtime")
+    library = runtime.control()
+    yield library
+    library.glm53_cpu_seed(0, 0)
+
+
+def put(device: Device, values: np.ndarray, dtype: DType | None = None) -> Array:
+    return Array.from_numpy(device, values, dtype, category="test")
+
+
+@dataclass
+class Product:
+    """x += w @ v^T on both sides of a pair, each with half of k, and on one device alone."""
+
+    pair: Pair
+    rows: int
+    k: int = 256
+    n: int = 72
+    number: int = 0  # of exchanges done
+    held: list[list[Array]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.rows)
+        v, weight = rng.standard_normal((self.rows, self.k), np.float32), rng.standard_normal((self.n, self.k), np.float32)
+        self.x = rng.standard_normal((self.rows, self.n), np.float32)
+        device = self.pair[0]
+        self.whole = put(device, self.x, BF16)
+        segment = step.Segment(Matrix.plain(put(device, weight, BF16)), self.whole, step.Epilogue.RESIDUAL)
+        scratch = Halves.make(device, self.rows, self.n)
+        step.gemv(device.default_stream, put(device, v, BF16), [segment], residual=self.whole, halves=scratch)
+        device.synchronize()
+        self.streams = [device.stream() for device in self.pair]
+        self.counters = [put(device, np.zeros(1, np.uint32)) for device in self.pair]
+        for side, device in enumerate(self.pair):
+            first, count = half_of(self.k, side)
+            columns = [np.ascontiguousarray(values[:, first : first + count]) for values in (v, weight)]
+            self.held.append([put(device, values, BF16) for values in (*columns, self.x)])
+
+    def request(self, side: int) -> Products:
+        """Of one side; its y becomes the residual at first."""
+        v, weight, y = self.held[side]
+        y.upload(self.x)
+        segment, stream = step.Segment(Matrix.plain(weight), y, step.Epilogue.RESIDUAL), self.streams[side]
+        return Products(lambda mail: step.gemv(stream, v, [segment], residual=y, whole_k=self.k, mail=mail), y)
+
+    def enqueue(self, exchange: Exchange, side: int) -> None:
+        exchange.enqueue(side, self.streams[side], self.request(side), self.counters[side], 1 << 20, self.number + 1)
+
+
+def opened(stack: ExitStack, pair: Pair, rows: int, fast: bool = True, budget: int | None = None) -> tuple[Exchange, Product]:
+    link = stack.enter_context(open_link(*pair, PeerAccess.ON))
+    exchange = stack.enter_context(Exchange(link, 9 * 72, fast, budget))
+    product = Product(pair, rows)
+    for stream in product.streams:
+        stack.callback(Stream.close, stream)
+    return exchange, product
+
+
+@pytest.mark.parametrize("rows", (1, 3, 9))
+def test_the_bits_of_one_device_under_any_schedule(pair: Pair, control: ctypes.CDLL, rows: int) -> None:
+    with ExitStack() as stack:
+        exchange, product = opened(stack, pair, rows)
+        for seed in range(8):
+            control.glm53_cpu_seed(seed, 1 if seed else 0)
+            for side in (0, 1):
+                product.enqueue(exchange, side)
+            exchange.check(product.streams)
+            product.number += 1
+            control.glm53_cpu_seed(0, 0)
+            for side in (0, 1):
+                np.testing.assert_array_equal(product.held[side][2].bits(), product.whole.bits())
+
+
+def test_a_wait_ends(pair: Pair) -> None:
+    """A side that gets no answer says so and stores nothing."""
+    with ExitStack() as stack:
+        exchange, product = opened(stack, pair, 3, budget=600)
+        product.enqueue(exchange, 0)
+        with pytest.raises(LinkError, match="device 0 got no answer from device 1 in exchange 1"):
+            exchange.check(product.streams)
+        np.testing.assert_array_equal(product.held[0][2].numpy(), round_to(product.x, BF16))
+
+
+def test_copies_do_not_pass_products(pair: Pair) -> None:
+    with ExitStack() as stack:
+        exchange, product = opened(stack, pair, 3, fast=False)
+        with pytest.raises(ContractError, match="side 0 passes Products, side 1 Products, expected one kind that copies can pass"):
+            exchange.enqueue_both(product.streams, [product.request(side) for side in (0, 1)])
