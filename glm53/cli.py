@@ -1,4 +1,4 @@
-"""The command line: `glm53 generate|session|inspect|devices|selftest`. The engine is imported when a command runs, so that --help needs no device."""
+"""The command line: `glm53 generate|chat|serve|session|inspect|devices|selftest`. Commands import the engine as they run: --help needs no device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from glm53.cli_chat import chat
+from glm53.cli_serve import serve
 from glm53.cli_session import session
 from glm53.config import EngineConfig
 from glm53.errors import Glm53Error, InputError, human_bytes
@@ -34,7 +36,9 @@ def main() -> None:
     """Run GLM-5.3 (glm_moe_dsa) checkpoints without torch, on AMD GPUs, NVIDIA GPUs or the CPU."""
 
 
+main.add_command(chat)
 main.add_command(session)
+main.add_command(serve)
 
 
 @main.command(

@@ -105,16 +105,11 @@ def restore(context: click.Context, model: Path, file: Path, prompt: str | None,
 
     Sampling options that are not given are those that the session was saved with; so are --dtype, --weights and --kv-format.
     """
-    from glm53.sessionfile import SessionFile, check_target
+    from glm53.sessionfile import check_target
 
     source = {"prompt_file": options.pop("prompt_file"), "prompt_ids": options.pop("prompt_ids"), "chat": False, "system": None}
     settings, sampling, as_json, show = _split(options)
-    with SessionFile(file) as opened:  # refuses a bad file before the weights are loaded
-        opened.check_complete()
-        header = opened.header
-    for name, value in (("dtype", header.dtype), ("weights", header.weight_format), ("kv_format", header.row_format)):
-        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-            settings[name] = value
+    take_formats(context, file, settings)
     config = EngineConfig(**settings)
     given = [prompt, *source.values()][:3] != [None, None, None]
     ids = prompt_token_ids(model, config, read_prompt(prompt, source), source) if given else []
@@ -188,6 +183,19 @@ def verify(file: Path, as_json: bool) -> None:
         print_json({"file": str(file), "bytes": size, "rows": rows, "seconds": round(seconds, 3)})
     else:
         click.echo(f"{file}: {rows} rows, {short_bytes(size)}, every checksum holds ({size / seconds / 1e9:.2f} GB/s)")
+
+
+def take_formats(context: click.Context, file: Path, settings: dict[str, Any]) -> None:
+    """Sets the engine settings that have to be those of a file, where the command line does not give them. Refuses a bad file before the weights are
+    loaded."""
+    from glm53.sessionfile import SessionFile
+
+    with SessionFile(file) as opened:
+        opened.check_complete()
+        header = opened.header
+    for name, value in (("dtype", header.dtype), ("weights", header.weight_format), ("kv_format", header.row_format)):
+        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            settings[name] = value
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool, bool]:

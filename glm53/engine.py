@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 
 from glm53 import paths, persist
 from glm53.config import EngineConfig, GenerationDefaults, check_prompt, check_widths, read_config, read_generation_config
-from glm53.errors import DeviceLost, Glm53Error, InputError, LifetimeError
+from glm53.errors import DeviceLost, DeviceMemoryError, Glm53Error, InputError, LifetimeError
 from glm53.hip import Array, Device, runtime
 from glm53.kv import HostTier, KeyStore, ResidentTier
 from glm53.mem.ledger import Ledger, device_place
@@ -39,7 +39,7 @@ from glm53.model.side import Side, context_rows_max, step_rows_max
 from glm53.model.stage import Stage
 from glm53.model.step import StepForward
 from glm53.model.weights import Weights, load_weights
-from glm53.request import Batch, Chunk, Completion, Prompt, Request, TokenLogprob, fresh_seed, integers, is_single
+from glm53.request import Batch, Chunk, Completion, Outcome, Prompt, Request, TokenLogprob, fresh_seed, integers, is_single
 from glm53.sampling import SamplingParams
 from glm53.sched.drafts import DepthPolicy
 from glm53.sched.queue import Prefill, Queue, Step
@@ -323,12 +323,7 @@ class Engine:
             raise InputError(f"params: got {type(wrong).__name__}, wanted SamplingParams")
         if len(every) != len(prompts):
             raise InputError(f"params: got {len(every)}, wanted one or {len(prompts)}, as many as prompts")
-        requests = []
-        for index, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
-            ids = self.encode(prompt) if isinstance(prompt, str) else integers(prompt)
-            self._check_ids(ids)
-            requests.append(self._request(index, ids, one))
-        return requests
+        return [self.request(prompt, one, index) for index, (prompt, one) in enumerate(zip(prompts, every, strict=True))]
 
     def _request(self, index: int, ids: list[int], params: SamplingParams) -> Request:
         if params.stop and self.tokenizer is None:
@@ -378,14 +373,36 @@ class Engine:
             done += count
 
     def _run(self, requests: list[Request]) -> Iterator[Chunk]:
-        queue = Queue(self.sessions_max, self.config.prefill_chunk_rows)
-        batch = Batch(queue, {queue.add(len(r.prompt)): r for r in requests})
+        batch = Batch(Queue(self.sessions_max, self.config.prefill_chunk_rows))
+        for request in requests:
+            batch.add(request)
         try:
-            while (action := queue.next()) is not None:
-                with self._turn:
-                    chunks = self._act(action, batch)
-                yield from chunks
+            while (action := batch.queue.next()) is not None:
+                done = self.act(action, batch)
+                yield from (chunk for _, chunk in done.chunks)
+                error = done.failed[0][1] if done.failed else done.error
+                if error is not None:
+                    raise error
         finally:
+            with self._turn:
+                self._end([r for r in requests if r.slot >= 0])
+
+    def request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
+        """A request for a `Batch` of its caller's. Raises InputError if it could never run: bad token ids, a prompt beyond the context."""
+        self._check_open()
+        ids = self.encode(prompt) if isinstance(prompt, str) else integers(prompt)
+        self._check_ids(ids)
+        return self._request(index, ids, params)
+
+    def drop(self, serials: Sequence[int], batch: Batch) -> None:
+        """Ends requests of a batch at any moment between two actions and gives their memory back; a step in flight goes on without them.
+
+        Raises HipError if the device refuses to be waited for; the requests have ended all the same.
+        """
+        requests = [batch.by_serial.pop(serial) for serial in serials]
+        for serial in serials:
+            batch.queue.finish(serial)
+        if requests:
             with self._turn:
                 self._end([r for r in requests if r.slot >= 0])
 
@@ -396,31 +413,41 @@ class Engine:
             request.slot = -1
         self._close_sessions(slots)
 
-    def _act(self, action: Prefill | Step, batch: Batch) -> list[Chunk]:
-        """Does one action of the queue; what it added to the requests that drew a token."""
-        self._check_open()
-        if isinstance(action, Prefill):
-            request = batch.by_serial[action.serial]
-            if action.start == 0:
-                self._start(request)
-            self._prefill(request.slot, request.prompt[max(action.start, request.reused_rows) : action.stop])
-            if not action.last:
-                return []
-            drawn = [(action.serial, [self._draw_first(request)])]
-        else:
-            drawn = self._step(action, batch)
-        chunks, ended = [], []
-        for serial, tokens in drawn:
-            request = batch.by_serial[serial]
-            for one in tokens:  # those behind its last one are dropped
-                if request.finish_reason is None:
-                    chunks.append(request.accept(one, self.spec.eos_token_ids, self.context_rows_max))
-            if request.finish_reason is not None:
-                batch.queue.finish(serial)
-                ended.append(request)
-        if ended:
-            self._end(ended)
-        return chunks
+    def act(self, action: Prefill | Step, batch: Batch) -> Outcome:
+        """Does one action of a batch's queue: what it added to the requests that drew a token; those that have ended have left the batch.
+
+        Raises where the action as a whole failed, with its requests still in the batch: of a prefill one, of a step all of them and those of
+        `Batch.serials`. End them with `drop`; the others go on, unless it is DeviceLost or LinkStuck. After DeviceMemoryError of a step it is enough
+        to end some of its requests: no row was added.
+        """
+        done = Outcome()
+        with self._turn:
+            self._check_open()
+            ended: list[int] = []
+            for serial, tokens in self._prompt(action, batch) if isinstance(action, Prefill) else self._step(action, batch, done):
+                request = batch.by_serial[serial]
+                try:
+                    for one in tokens:  # those behind its last one are dropped
+                        if request.finish_reason is None:
+                            done.chunks.append((serial, request.accept(one, self.spec.eos_token_ids, self.context_rows_max)))
+                except Glm53Error as error:
+                    done.failed.append((serial, error))
+                if request.finish_reason is not None:
+                    ended.append(serial)
+            ended += [serial for serial, _ in done.failed]
+            try:
+                self.drop(ended, batch)
+            except Glm53Error as error:
+                done.error = error
+        return done
+
+    def _prompt(self, action: Prefill, batch: Batch) -> list[tuple[int, list[Drawn]]]:
+        """A chunk of a prompt, and after the last one the first token."""
+        request = batch.by_serial[action.serial]
+        if action.start == 0:
+            self._start(request)
+        self._prefill(request.slot, request.prompt[max(action.start, request.reused_rows) : action.stop])
+        return [(action.serial, [self._draw_first(request)])] if action.last else []
 
     def _start(self, request: Request) -> None:
         """A history for a request: a fork of the open session whose prompt rows begin with most of the request's tokens, or a new one.
@@ -455,22 +482,26 @@ class Engine:
         self._check_rows(self.stage.first.prompt_row_error)
         return every[0]
 
-    def _step(self, action: Step, batch: Batch) -> list[tuple[int, list[Drawn]]]:
-        """The tokens of one decode step, by serial. The step after it is already enqueued when this returns, unless a request ends here for sure."""
+    def _step(self, action: Step, batch: Batch, done: Outcome) -> list[tuple[int, list[Drawn]]]:
+        """The tokens of one decode step, by serial; a request whose row could not be stored goes to `done.failed`.
+
+        The step after it is already enqueued when this returns, unless a request ends here for sure. A step that was enqueued for other requests than
+        those of the action comes first: its rows are computed, so its tokens are the next ones of its requests.
+        """
         if batch.ticket is None:
             rows = [(serial, batch.by_serial[serial].step_row()) for serial in action.serials]
             batch.serials, batch.ticket = tuple(serial for serial, _ in rows), self.decoder.launch([row for _, row in rows], self._depth())
         serials, ticket = batch.serials, batch.ticket
         batch.ticket = None
-        running = [batch.by_serial[serial] for serial in serials]
-        if serials == action.serials and not any(r.ends_next(self.context_rows_max) for r in running):
-            batch.ticket = self.decoder.ahead(ticket) if ticket.depth == self._depth() else None
+        if serials == action.serials and not any(batch.by_serial[serial].ends_next(self.context_rows_max) for serial in serials):
+            with suppress(DeviceMemoryError):  # no row was added; the next action asks again, when requests may have ended
+                batch.ticket = self.decoder.ahead(ticket) if ticket.depth == self._depth() else None
         drawn = self.decoder.collect(ticket)
         self._time_round(ticket)
-        alive = set(action.serials)
-        if ticket.bad_row is not None and serials[ticket.bad_row] in alive:  # one of a request that has ended was computed in vain
-            raise Glm53Error(row_error_text(ticket.bad_row))
-        return [(serial, one) for serial, one in zip(serials, drawn, strict=True) if serial in alive]
+        if ticket.bad_row is not None and serials[ticket.bad_row] in batch.by_serial:  # one of a request that has ended was computed in vain
+            done.failed.append((serials[ticket.bad_row], Glm53Error(row_error_text(ticket.bad_row))))
+        failed = {serial for serial, _ in done.failed}
+        return [(serial, one) for serial, one in zip(serials, drawn, strict=True) if serial in batch.by_serial and serial not in failed]
 
     def _depth(self) -> int:
         """Drafts of the next step."""

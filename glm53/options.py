@@ -143,13 +143,15 @@ def prompt_options(absent: str) -> Any:
     )
 
 
+def reasoning_effort_option(text: str) -> Any:
+    return option("--reasoning-effort", group="Prompt", type=click.Choice(["low", "high", "max"]), default="max", show_default=True, help=text)
+
+
 chat_options = all_of(
     (
         option("--chat", group="Prompt", is_flag=True, help="Put the prompt into the checkpoint's chat template as one user message."),
         option("--system", group="Prompt", help="System message before it (with --chat)."),
-        option(
-            "--reasoning-effort", group="Prompt", type=click.Choice(["low", "high", "max"]), default="max", show_default=True, help="With --chat."
-        ),
+        reasoning_effort_option("With --chat."),
     )
 )
 
@@ -159,8 +161,11 @@ def sampling_option(flag: str, kind: Any, text: str) -> Any:
     return option(flag, flag[2:].replace("-", "_"), group="Sampling", type=kind, default=None, help=text)
 
 
-def sampling_options(max_tokens: str = "256", seed: str = "a fresh one, printed at the end") -> Any:
-    """The options of SamplingParams; max_tokens, seed: what they are if not given, for the help."""
+def sampling_options(max_tokens: str = "256", seed: str = "a fresh one, printed at the end", logprobs: bool = True) -> Any:
+    """The options of SamplingParams; max_tokens, seed: what they are if not given, for the help. logprobs: for commands that print JSON."""
+    log_probabilities = option(
+        "--logprobs", group="Sampling", type=int, default=None, help="With --json: log-probability of each token and of the n best."
+    )
     return all_of(
         (
             sampling_option("--temperature", float, "0 is greedy."),
@@ -171,7 +176,7 @@ def sampling_options(max_tokens: str = "256", seed: str = "a fresh one, printed 
             sampling_option("--seed", int, f"Same seed, same text. Not given: {seed}."),
             sampling_option("--max-tokens", int, f"New tokens at most. [default: {max_tokens}]"),
             option("--stop", group="Sampling", multiple=True, help="End before this string (may be repeated)."),
-            option("--logprobs", group="Sampling", type=int, default=None, help="With --json: log-probability of each token and of the n best."),
+            *((log_probabilities,) if logprobs else ()),
             option("--ignore-eos", group="Sampling", is_flag=True, help="Go on past end-of-sequence tokens."),
         )
     )

@@ -106,12 +106,33 @@ class Request:
 
 @dataclass
 class Batch:
-    """Requests that run together, and their step in flight: its rows are `serials`, some of which may have ended since."""
+    """Requests that run together, by their serials in the queue, and the step in flight with rows of `serials`, some of which may have ended since.
+
+    A request whose chunk says so, or that `Engine.drop` ended, is in neither the queue nor `by_serial` any more.
+    """
 
     queue: Queue
-    by_serial: dict[int, Request]
+    by_serial: dict[int, Request] = field(default_factory=dict)
     serials: tuple[int, ...] = ()
     ticket: Ticket | None = None
+
+    def add(self, request: Request) -> int:
+        """The request waits for its turn; its serial."""
+        serial = self.queue.add(len(request.prompt))
+        self.by_serial[serial] = request
+        return serial
+
+
+@dataclass
+class Outcome:
+    """What an action added: chunks by serial, and requests that it ended with an error of their own; nobody else is concerned by that.
+
+    error: the device refused to be waited for when memory was given back.
+    """
+
+    chunks: list[tuple[int, Chunk]] = field(default_factory=list)
+    failed: list[tuple[int, Glm53Error]] = field(default_factory=list)
+    error: Glm53Error | None = None
 
 
 def fresh_seed() -> int:

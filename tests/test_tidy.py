@@ -32,7 +32,7 @@ LAYERS = {
     "glm53.inspect": {"model", "config", "files", "spec", "errors"},
     "glm53.check": {"ops", "hip", "spec", "errors", "mem", "sampling"},
     "glm53.request": {"model", "sched", "sampling", "tokenizer", "errors"},
-    "glm53.session": {"request", "persist", "model", "hip", "config", "sampling", "spec", "errors"},
+    "glm53.session": {"request", "persist", "model", "sched", "hip", "config", "sampling", "spec", "errors"},
     "glm53.engine": {
         "session",
         "request",
@@ -52,9 +52,27 @@ LAYERS = {
     },
     "glm53.paths": {"check", "hip", "config"},
     "glm53.options": {"config", "tokenizer", "errors"},
-    "glm53.report": {"engine", "request", "sampling", "errors"},
+    "glm53.report": {"engine", "request", "model", "sampling", "errors"},
     "glm53.cli_session": {"engine", "session", "request", "sessionfile", "options", "report", "config", "sampling", "errors"},
-    "glm53.cli": {"cli_session", "options", "report", "engine", "request", "inspect", "check", "hip", "config", "sampling", "errors"},
+    "glm53.chat": {"engine", "session", "request", "persist", "sampling", "tokenizer", "errors"},
+    "glm53.cli_chat": {"chat", "cli_session", "engine", "options", "report", "config", "sampling", "tokenizer", "errors"},
+    "glm53.serve": {"engine", "request", "sched", "sampling", "tokenizer", "errors"},
+    "glm53.cli_serve": {"serve", "engine", "options", "report", "config", "errors"},
+    "glm53.cli": {
+        "cli_chat",
+        "cli_serve",
+        "cli_session",
+        "options",
+        "report",
+        "engine",
+        "request",
+        "inspect",
+        "check",
+        "hip",
+        "config",
+        "sampling",
+        "errors",
+    },
 }
 ENVIRONMENT = {"GLM53_RUNTIME", "GLM53_ARCHS"}
 

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server on one engine. Needs the extra `glm53[serve]`."""

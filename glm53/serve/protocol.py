@@ -1,0 +1,226 @@
+"""What the bodies of the API ask for: `Call`s, with messages and prompts as they were given and sampling as the engine takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from glm53.errors import InputError
+from glm53.sampling import LOGPROBS_MAX, SamplingParams
+from glm53.serve.fields import ApiError, Fields
+
+CHOICES_MAX = 128  # n
+STOPS_MAX, STOP_LENGTH_MAX = 16, 1024
+PROMPTS_MAX = 1024
+COMPLETION_TOKENS = 16  # max_tokens of /v1/completions if not given, as in OpenAI's API
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request for generated text. max_tokens: None if not given. logprobs: most probable tokens to report, None: nothing."""
+
+    model: str | None
+    params: SamplingParams
+    max_tokens: int | None
+    max_tokens_name: str  # the field that it came from
+    n: int
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+
+    def choice_params(self, index: int, max_tokens: int) -> SamplingParams:
+        """Of the index-th choice for a prompt: with a seed, the n choices draw from seeds that follow each other."""
+        seed = None if self.params.seed is None else (self.params.seed + index) % 2**64
+        return replace(self.params, seed=seed, max_tokens=max_tokens, logprobs=self.logprobs)
+
+
+@dataclass(frozen=True)
+class ChatCall(Call):
+    """`/v1/chat/completions`. settings: variables of the chat template."""
+
+    messages: list[dict[str, Any]]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CompletionCall(Call):
+    """`/v1/completions`."""
+
+    prompts: list[Prompt]
+
+
+def chat_call(body: Mapping[str, Any], defaults: SamplingParams) -> ChatCall:
+    """Reads a body of `/v1/chat/completions`. defaults: for what is absent. Raises ApiError 400."""
+    fields = Fields(body)
+    for name in ("tools", "functions"):
+        fields.refuse(name, "this server does not call tools yet", ([],))
+    for name in ("tool_choice", "function_call"):
+        fields.refuse(name, "this server does not call tools yet", ("none", "auto"))
+    with_logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, LOGPROBS_MAX)
+    if top and not with_logprobs:
+        raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+    common = _common(fields, defaults, "max_completion_tokens")
+    messages = [_message(fields, index, one) for index, one in enumerate(_list(fields, "messages"))]
+    return ChatCall(**common, logprobs=(top or 0) if with_logprobs else None, messages=messages, settings=_template_settings(fields))
+
+
+def completion_call(body: Mapping[str, Any], defaults: SamplingParams) -> CompletionCall:
+    """Reads a body of `/v1/completions`. Raises ApiError 400."""
+    fields = Fields(body)
+    fields.refuse("echo", "the answer holds the new text alone", (False,))
+    fields.refuse("suffix", "the model continues texts, it does not fill gaps", ("",))
+    logprobs = fields.integer("logprobs", 0, LOGPROBS_MAX)
+    common = _common(fields, defaults, "max_tokens")
+    fields.refuse("best_of", "give n", (common["n"], 1))
+    return CompletionCall(**common, logprobs=logprobs, prompts=_prompts(fields))
+
+
+def tokenize_call(body: Mapping[str, Any]) -> tuple[str | None, list[dict[str, Any]] | None, dict[str, Any]]:
+    """Reads a body of `/tokenize`: text, or messages, and settings of the template. Raises ApiError 400."""
+    fields = Fields(body)
+    if fields.has("prompt") == fields.has("messages"):
+        raise ApiError("give either prompt or messages", param="prompt")
+    if fields.has("prompt"):
+        return fields.text("prompt"), None, {}
+    messages = [_message(fields, index, one) for index, one in enumerate(_list(fields, "messages"))]
+    settings = _template_settings(fields) | {"add_generation_prompt": fields.flag("add_generation_prompt", True)}
+    return None, messages, settings
+
+
+def _common(fields: Fields, defaults: SamplingParams, newer: str) -> dict[str, Any]:
+    """What chat and completions share. newer: of the two names of max_tokens the one that wins."""
+    fields.refuse("response_format", "the text is not constrained", ({"type": "text"},))
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
+        fields.refuse(name, "the text is not constrained")
+    for name in ("frequency_penalty", "presence_penalty"):
+        fields.refuse(name, "use repetition_penalty", (0, 0.0))
+    fields.refuse("logit_bias", "token ids are drawn as the model weighs them", ({},))
+    fields.refuse("min_tokens", "use ignore_eos", (0,))
+    fields.refuse("use_beam_search", "tokens are drawn", (False,))
+    options = fields.inner("stream_options")
+    stream = fields.flag("stream")
+    if options.values and not stream:
+        raise ApiError("stream_options needs stream: true", param="stream_options")
+    other = "max_tokens" if newer != "max_tokens" else "max_completion_tokens"
+    name = newer if fields.has(newer) else other
+    return {
+        "model": fields.text("model"),
+        "params": _sampling(fields, defaults),
+        "max_tokens": fields.integer(name, 1, 1 << 30),
+        "max_tokens_name": name,
+        "n": fields.integer("n", 1, CHOICES_MAX) or 1,
+        "stream": stream,
+        "include_usage": options.flag("include_usage"),
+    }
+
+
+def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
+    given: dict[str, Any] = {
+        "temperature": fields.number("temperature", 0.0, 1e3),
+        "top_p": fields.number("top_p", 0.0, 1.0, low_open=True),
+        "top_k": fields.integer("top_k", -1, 2**31 - 1),
+        "min_p": fields.number("min_p", 0.0, 1.0),
+        "repetition_penalty": fields.number("repetition_penalty", 0.0, 1e3, low_open=True),
+        "seed": fields.integer("seed", -(2**63), 2**64 - 1),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # off, as vLLM has it
+    if "seed" in given:
+        given["seed"] %= 2**64
+    stop_ids = fields.several("stop_token_ids", int, "a list of token ids", 1024)
+    try:
+        return replace(defaults, **given, stop=_stops(fields), stop_token_ids=tuple(stop_ids), ignore_eos=fields.flag("ignore_eos"))
+    except InputError as error:
+        raise ApiError(str(error), param=str(error).partition(":")[0]) from None
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.values.get("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    fits = isinstance(stops, list) and len(stops) <= STOPS_MAX
+    if not fits or any(not isinstance(one, str) or not 0 < len(one) <= STOP_LENGTH_MAX for one in stops):
+        raise fields.wrong("stop", f"a text, or at most {STOPS_MAX} texts, none empty or longer than {STOP_LENGTH_MAX} characters")
+    return tuple(stops)
+
+
+def _template_settings(fields: Fields) -> dict[str, Any]:
+    """Variables of the chat template: chat_template_kwargs, and reasoning_effort if given."""
+    given = dict(fields.inner("chat_template_kwargs").values)
+    taken = {"self", "messages", "tools", "add_generation_prompt"} & given.keys()
+    if taken:
+        raise ApiError(f"chat_template_kwargs: {sorted(taken)[0]} is not to be set there", param="chat_template_kwargs")
+    effort = fields.text("reasoning_effort")
+    return given | ({} if effort is None else {"reasoning_effort": effort})
+
+
+def _list(fields: Fields, name: str) -> list[Any]:
+    value = fields.values.get(name)
+    if not isinstance(value, list) or not value:
+        raise fields.wrong(name, "a list of at least one")
+    return value
+
+
+def _message(fields: Fields, index: int, given: object) -> dict[str, Any]:
+    """A message as chat templates take it: text contents, arguments of earlier tool calls as objects."""
+    if not isinstance(given, dict):
+        raise ApiError(f"messages[{index}]: wanted an object with role and content", param="messages")
+    one = Fields(given, f"messages[{index}].")
+    role = one.text("role")
+    if role not in ROLES:
+        raise one.wrong("role", "one of " + ", ".join(ROLES))
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _content(one, role == "assistant")}
+    reasoning = one.text("reasoning_content") or one.text("reasoning")
+    if reasoning is not None and role == "assistant":
+        message["reasoning_content"] = reasoning
+    if role == "assistant" and one.has("tool_calls"):
+        message["tool_calls"] = [_tool_call(one, call) for call in one.several("tool_calls", dict, "a list of objects", 1024)]
+    if role == "tool" and one.has("tool_call_id"):
+        message["tool_call_id"] = one.text("tool_call_id")
+    return message
+
+
+def _content(one: Fields, may_be_absent: bool) -> str | None:
+    value = one.values.get("content")
+    if value is None and may_be_absent:
+        return None
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or any(not isinstance(part, dict) for part in value):
+        raise one.wrong("content", "a text or a list of text parts")
+    texts = []
+    for part in value:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise one.wrong("content", 'parts of {"type": "text", "text": ...}: the model reads text alone')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_call(one: Fields, call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise one.wrong("tool_calls", "calls with function.name and function.arguments, an object in JSON")
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _prompts(fields: Fields) -> list[Prompt]:
+    """One prompt or several, each a text or token ids."""
+    value: Any = fields.values.get("prompt")
+    ids = lambda one: isinstance(one, list) and bool(one) and all(type(i) is int for i in one)
+    if isinstance(value, str) or ids(value):
+        return [value]
+    if isinstance(value, list) and 0 < len(value) <= PROMPTS_MAX and all(isinstance(one, str) or ids(one) for one in value):
+        return value
+    raise fields.wrong("prompt", f"a text, a list of token ids, or at most {PROMPTS_MAX} of them")

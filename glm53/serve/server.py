@@ -1,0 +1,98 @@
+"""A server process: listens at once, loads the model beside that, serves until a signal, ends what runs within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from glm53.engine import Engine
+from glm53.errors import InputError
+from glm53.serve.api import Api, ServeConfig
+
+Progress = Callable[[int, int, str], None]
+
+
+class _Interrupted(Exception):
+    """A signal came while the model was being loaded."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which raises the signals it got once more when it has ended: before the engine is closed, and with an exit code of its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. port 0: any free one. Raises InputError where the address cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--host {host} --port {port}: {error}; next: give another port, or end the process that has this one") from None
+
+
+def serve(
+    config: ServeConfig,
+    sock: socket.socket,
+    open_engine: Callable[[Progress], Engine],
+    progress: Progress,
+    ready: Callable[[Engine], None],
+    shutdown_timeout_s: float = 30.0,
+    log_level: str = "info",
+) -> None:
+    """Serves until SIGINT or SIGTERM, then refuses new requests, gives running ones `shutdown_timeout_s` and closes the engine.
+
+    open_engine(progress) runs in a thread while /ready answers 503; what it raises is raised here. ready: is called when requests are taken.
+    """
+    api = Api(config)
+    options = uvicorn.Config(
+        api.app, log_level=log_level, timeout_graceful_shutdown=max(int(shutdown_timeout_s), 1), server_header=False, ws="none", lifespan="off"
+    )
+    server = _Server(options)
+
+    def watched(done: int, total: int, name: str) -> None:
+        if server.should_exit:
+            raise _Interrupted
+        progress(done, total, name)
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        engine: Engine | None = None
+        try:
+            try:
+                engine = await asyncio.to_thread(open_engine, watched)
+            except _Interrupted:
+                return
+            api.start(engine)
+            ready(engine)
+            await serving
+        finally:
+            server.should_exit = True
+            try:
+                await serving
+            finally:
+                await asyncio.to_thread(_close, api, engine)
+
+    asyncio.run(run())
+
+
+def _close(api: Api, engine: Engine | None) -> None:
+    api.close()
+    if engine is not None:
+        engine.close()

@@ -1,0 +1,68 @@
+"""`glm53 serve` as a process: it says where it listens, answers while it loads, ends with 0 at a signal, and refuses bad settings before that."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+COMMAND = [sys.executable, "-c", "from glm53.cli import main; main()", "serve"]
+SMALL = ["--context-rows-max", "256", "--hot-rows", "512", "--port", "0"]
+
+
+def run(arguments: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_and_ends_at_a_signal(demo_path: Path, number: signal.Signals) -> None:
+    settings = {"GLM53_SERVE_API_KEY": "secret", "GLM53_SERVE_MAX_NUM_SEQS": "2", "GLM53_SERVE_SERVED_MODEL_NAME": "mine"}
+    process = subprocess.Popen([*COMMAND, str(demo_path), *SMALL], env=os.environ | settings, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said: list[str] = []
+        while not said or "ready on" not in said[-1]:
+            said.append(process.stderr.readline())
+            assert said[-1], "".join(said)
+        assert any("mine: 2 requests at once, 256 tokens each" in line for line in said), said
+        found = re.search(r"ready on (http://127\.0\.0\.1:\d+/v1)", said[-1])
+        assert found is not None
+        body = json.dumps({"prompt": "In the beginning", "max_tokens": 4}).encode()
+        asked = urllib.request.Request(found[1] + "/completions", body, {"Authorization": "Bearer secret", "Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert json.load(answer)["model"] == "mine"
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def test_bad_settings_are_refused_at_once(demo_path: Path, tmp_path: Path) -> None:
+    done = run([str(demo_path), "--max-model-len", "100", "--context-rows-max", "200"])
+    assert done.returncode == 2 and "--max-model-len 100 and --context-rows-max 200 are the same setting" in done.stderr
+    done = run([str(tmp_path), "--port", "0"])
+    assert done.returncode == 2 and "config.json" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run([str(demo_path), "--port", port])
+    assert done.returncode == 2 and f"--port {port}" in done.stderr and "next:" in done.stderr
+
+
+def test_an_engine_that_cannot_open_ends_the_server(demo_path: Path) -> None:
+    done = run([str(demo_path), *SMALL, "--hot-rows", "70"])
+    assert done.returncode == 2 and "hot_rows: got 70" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,195 @@
+"""What the API refuses, in which shape, and what it does when it is full."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serve_scene import NAME, Served, running
+
+from glm53 import SamplingParams
+from glm53.serve.loop import Load
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+
+WRONG: list[tuple[str, Any, int, str | None]] = [
+    (CHAT, b"{", 400, None),
+    (CHAT, b"\xff\xfe", 400, None),
+    (CHAT, b"[" * 100_000, 400, None),
+    (CHAT, b'{"messages": NaN}', 400, None),
+    (CHAT, b'{"n": ' + b"9" * 5000 + b"}", 400, None),
+    (CHAT, [], 400, None),
+    (CHAT, {}, 400, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": ["Hello"]}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
+    (CHAT, {"messages": MESSAGES, "model": "gpt"}, 404, "model"),
+    (CHAT, {"messages": MESSAGES, "model": 3}, 400, "model"),
+    (CHAT, {"messages": MESSAGES, "temperature": -1}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "temperature": "hot"}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "temperature": 10**400}, 400, "temperature"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
+    (CHAT, {"messages": MESSAGES, "top_k": -2}, 400, "top_k"),
+    (CHAT, {"messages": MESSAGES, "n": 0}, 400, "n"),
+    (CHAT, {"messages": MESSAGES, "n": True}, 400, "n"),
+    (CHAT, {"messages": MESSAGES, "n": 128}, 400, "n"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": MESSAGES, "max_completion_tokens": 511}, 400, "max_completion_tokens"),
+    (CHAT, {"messages": MESSAGES, "seed": 2**64}, 400, "seed"),
+    (CHAT, {"messages": MESSAGES, "stop": [""]}, 400, "stop"),
+    (CHAT, {"messages": MESSAGES, "stop": ["x"] * 17}, 400, "stop"),
+    (CHAT, {"messages": MESSAGES, "stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "stream": "yes"}, 400, "stream"),
+    (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (CHAT, {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"messages": MESSAGES, "presence_penalty": 1}, 400, "presence_penalty"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}]}, 400, "messages[0].tool_calls"),
+    (COMPLETIONS, {}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, 400, None),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [1, "x"]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [99999]}, 400, None),
+    (COMPLETIONS, {"prompt": [-1]}, 400, None),
+    (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "prompt"),
+    (COMPLETIONS, {"prompt": [1] * 512}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": True}, 400, "logprobs"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "prompt"),
+    ("/detokenize", {"tokens": [4096]}, 400, "tokens"),
+    ("/detokenize", {"tokens": "x"}, 400, "tokens"),
+    ("/nothing", {}, 404, None),
+    ("/v1/models", {}, 405, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), WRONG, ids=range(len(WRONG)))
+def test_bad_requests(served: Served, path: str, body: Any, status: int, param: str | None) -> None:
+    found, _, answer = served.request("POST", path, body)
+    assert found == status, answer
+    error = answer["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["param"] == param and error["message"]
+    assert served.loop.load() == Load(0, 0)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = ["model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stream", "stream_options", "logprobs"]
+NAMES += [
+    "top_logprobs",
+    "max_completion_tokens",
+    "stop_token_ids",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tool_choice",
+    "tokens",
+    "logit_bias",
+]
+PATHS = (CHAT, COMPLETIONS, "/tokenize", "/detokenize")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5), st.booleans())
+def test_no_input_is_the_servers_fault(served: Served, path: str, given: dict[str, Any], valid: bool) -> None:
+    """Random fields, half of the time around a request that would run."""
+    base: dict[str, Any] = {"messages": MESSAGES, "prompt": "x", "max_tokens": 1} if path in (CHAT, COMPLETIONS) else {}
+    body = (base if valid else {}) | given | {"max_tokens": 1}
+    status, _, answer = served.request("POST", path, json.dumps(body).encode())
+    assert status < 500 and (status == 200 or "error" in answer), answer
+
+
+def test_tokens_and_text(served: Served) -> None:
+    tokenizer = served.engine.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode("Hello <|user|> é")
+    status, _, answer = served.request("POST", "/tokenize", {"prompt": "Hello <|user|> é", "return_token_strs": True})
+    assert (status, answer["tokens"], answer["count"], answer["max_model_len"]) == (200, ids, len(ids), 512) and len(answer["token_strs"]) == len(ids)
+    assert served.request("POST", "/detokenize", {"tokens": ids})[2] == {"prompt": "Hello <|user|> é"}
+    chat = served.request("POST", "/tokenize", {"messages": MESSAGES})[2]
+    assert chat["tokens"] == tokenizer.encode_chat(MESSAGES)
+
+
+def test_state_routes(served: Served) -> None:
+    assert served.request("GET", "/health")[0] == served.request("GET", "/ready")[0] == 200
+    assert served.request("GET", "/version")[2] == {"version": "test"}
+
+
+def test_a_server_that_loads_says_so() -> None:
+    with running(None) as served:
+        assert served.request("GET", "/health")[0] == 200
+        for method, path in (("GET", "/ready"), ("POST", CHAT), ("POST", COMPLETIONS), ("POST", "/tokenize"), ("POST", "/detokenize")):
+            status, headers, answer = served.request(method, path, {"messages": MESSAGES, "prompt": "x"} if method == "POST" else None)
+            assert (status, answer["error"]["code"]) == (503, "loading") and int(headers["retry-after"]) >= 1
+        assert served.request("GET", "/v1/models")[2]["data"][0]["max_model_len"] is None
+
+
+def test_keys_sizes_and_origins(serve_with: Callable[..., Any]) -> None:
+    with serve_with(api_keys=("one", "two"), body_bytes_max=2000, allowed_origins=("https://here",)) as served:
+        for header in (None, "Bearer three", "Basic one", "one", "Bearer "):
+            headers = {} if header is None else {"Authorization": header}
+            status, sent, answer = served.request("GET", "/v1/models", headers=headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key") and "www-authenticate" in {name.lower() for name in sent}
+        key = {"Authorization": "Bearer two"}
+        assert served.request("GET", "/v1/models", headers=key)[0] == 200 == served.request("GET", "/health")[0]
+        status, _, answer = served.request("POST", COMPLETIONS, {"prompt": "x" * 2000}, key)
+        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+        for origin, allowed in (("https://here", "https://here"), ("https://there", None)):
+            assert served.request("GET", "/health", headers={"Origin": origin})[1].get("access-control-allow-origin") == allowed
+
+
+def test_no_origin_is_allowed_by_default(served: Served) -> None:
+    assert "access-control-allow-origin" not in served.request("GET", "/health", headers={"Origin": "https://here"})[1]
+
+
+def test_a_full_server_lets_some_wait_and_refuses_others(serve_with: Callable[..., Any]) -> None:
+    with serve_with(waiting_max=1, queue_timeout_s=0.3) as served:
+        held = [served.open(COMPLETIONS, LONG | {"stream": True}) for _ in range(3)]
+        served.wait_for(Load(3, 0))
+        slow: list[tuple[int, dict[str, str], Any]] = []
+        waiting = threading.Thread(target=lambda: slow.append(served.request("POST", COMPLETIONS, LONG | {"stream": True})))
+        started = time.monotonic()
+        waiting.start()
+        served.wait_for(Load(3, 1))
+        status, headers, answer = served.request("POST", COMPLETIONS, LONG)
+        assert (status, answer["error"]["code"]) == (429, "engine_busy") and int(headers["retry-after"]) >= 1
+        waiting.join()
+        if slow[0][0] != 200:  # none of the three has ended within the bound
+            assert slow[0][0] == 429 and time.monotonic() - started >= 0.3 and int(slow[0][1]["retry-after"]) >= 1
+        for sock in held:
+            sock.close()
+        served.wait_for(Load(0, 0))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
+    socks = [served.open(COMPLETIONS, LONG | {"stream": stream, "n": 2}) for _ in range(3)]
+    served.wait_for(Load(3, 3))
+    for sock in socks:
+        sock.close()
+    left = time.monotonic()
+    served.wait_for(Load(0, 0))
+    assert time.monotonic() - left < 1.0
+    status, _, answer = served.request("POST", COMPLETIONS, {"prompt": "In the beginning", "temperature": 0, "model": NAME})
+    alone = served.engine.generate("In the beginning", SamplingParams(temperature=0.0, max_tokens=16))
+    assert status == 200 and answer["choices"][0]["text"] == alone.text
