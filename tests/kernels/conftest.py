@@ -1,13 +1,14 @@
-"""The device of the kernel tests, and arrays that end with a test."""
+"""The device of the kernel tests, two of them, the cpu runtime's controls, and arrays that end with a test."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from glm53.check.case import Bench
-from glm53.hip import Array, Device
+from glm53.hip import Array, Device, runtime
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +16,26 @@ def device() -> Iterator[Device]:
     device = Device(0)
     yield device
     device.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Device, Device]]:
+    if runtime.select().device_count < 2:
+        pytest.skip("needs two devices")
+    devices = (Device(0), Device(1))
+    yield devices
+    for device in devices:
+        device.close(free_buffers=True)
+
+
+@pytest.fixture
+def control() -> Iterator[ctypes.CDLL]:
+    """The cpu runtime's own symbols; a seed ends with the test."""
+    if runtime.select().name != "cpu":
+        pytest.skip("needs the cpu runtime")
+    library = runtime.control()
+    yield library
+    library.glm53_cpu_seed(0, 0)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from glm53.check import reference_merge
 from glm53.check.case import round_to
 from glm53.check.links import open_link, sum_exchange
 from glm53.errors import Glm53Error, LinkError
-from glm53.hip import Array, Device, Link, PeerAccess, Stream, runtime
+from glm53.hip import Array, Device, Link, PeerAccess, Stream
 from glm53.mem.extents import ExtentShape
 from glm53.ops import rows as row_ops
 from glm53.ops import step, step_state
@@ -28,26 +28,6 @@ from glm53.spec import DType, RowFormat, Shard, Space
 F32, BF16, U32 = DType.F32, DType.BF16, DType.U32
 Pair = tuple[Device, Device]
 TOP_K, POSITIONS = 16, 300
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    if runtime.select().device_count < 2:
-        pytest.skip("needs two devices")
-    devices = (Device(0), Device(1))
-    yield devices
-    for device in devices:
-        device.close(free_buffers=True)
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    """The cpu runtime's own symbols; faults and seeds end with the test."""
-    if runtime.select().name != "cpu":
-        pytest.skip("needs the cpu runtime")
-    library = runtime.control()
-    yield library
-    library.glm53_cpu_seed(0, 0)
 
 
 def put(device: Device, values: np.ndarray, dtype: DType | None = None) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -16,7 +16,7 @@ from glm53.check.case import Bench, draw
 from glm53.check.cases_merge import EXTENT, SIDES, around_extents, outputs
 from glm53.check.cases_selection import fill_scores, i32, lay_out
 from glm53.check.links import open_link
-from glm53.hip import Array, Device, PeerAccess, Stream, runtime
+from glm53.hip import Array, Device, PeerAccess, Stream
 from glm53.hip.buffer import MemoryKind
 from glm53.mem.extents import ExtentShape
 from glm53.ops import history, merge, selection
@@ -27,26 +27,6 @@ from glm53.spec import DType, Shard
 
 POLLS = 20_000_000
 Make = Callable[..., Array]
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Device, Device]]:
-    if runtime.select().device_count < 2:
-        pytest.skip("needs two devices")
-    devices = (Device(0), Device(1))
-    yield devices
-    for device in devices:
-        device.close(free_buffers=True)
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    """The cpu runtime's own symbols; seeds end with the test."""
-    if runtime.select().name != "cpu":
-        pytest.skip("needs the cpu runtime")
-    library = runtime.control()
-    yield library
-    library.glm53_cpu_seed(0, 0)
 
 
 class Ends:

@@ -4,7 +4,6 @@ silent side is an error. cases_halves.py has the words that they post."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -14,7 +13,7 @@ import pytest
 from glm53.check.case import round_to
 from glm53.check.links import open_link
 from glm53.errors import LinkError
-from glm53.hip import Array, Device, PeerAccess, Stream, runtime
+from glm53.hip import Array, Device, PeerAccess, Stream
 from glm53.ops import step
 from glm53.ops.contract import ContractError
 from glm53.ops.exchange import Exchange, Products
@@ -24,26 +23,6 @@ from glm53.spec import DType
 
 BF16 = DType.BF16
 Pair = tuple[Device, Device]
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    if runtime.select().device_count < 2:
-        pytest.skip("needs two devices")
-    devices = (Device(0), Device(1))
-    yield devices
-    for device in devices:
-        device.close(free_buffers=True)
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    """The cpu runtime's own symbols; the seed ends with the test."""
-    if runtime.select().name != "cpu":
-        pytest.skip("needs the cpu runtime")
-    library = runtime.control()
-    yield library
-    library.glm53_cpu_seed(0, 0)
 
 
 def put(device: Device, values: np.ndarray, dtype: DType | None = None) -> Array:
