@@ -442,12 +442,12 @@ class Chat:
         return self.branch.session.save(path, progress)
 
     def load(self, path: Path, progress: Progress | None = None) -> None:
-        """A file's history in place of this branch's, with its sampling but for what was given. Raises what `Engine.restore` raises, with nothing
-        changed."""
+        """A file's history in place of this branch's, with its sampling but for what was given and the length of replies. Raises what
+        `Engine.restore` raises, with nothing changed."""
         with self._parked():
             session = self.engine.restore(path, progress)
         self.branch.session.close()
-        self.params = replace(session.sampling or self.params, **self._given)
+        self.params = replace(session.sampling or self.params, **({"max_tokens": self.params.max_tokens} | self._given))
         self.branch = Branch(self.branch.name, session, self._seed())
         self.branches[self.branch.name] = self.branch
         tokens = self.branch.tokens()

@@ -264,7 +264,9 @@ class Talk:
 
     def _loaded(self, path: Path) -> None:
         branch = self._chat.branch
-        self._screen.say(f"loaded {path}: {branch.rows} rows, {_exchanges(len(branch.turns))}")
+        params = self._chat.params
+        exchanges = _exchanges(len(branch.turns))
+        self._screen.say(f"loaded {path}: {branch.rows} rows, {exchanges}; temperature {params.temperature:g}, top-p {params.top_p:g}")
         if branch.turns:
             last = branch.turns[-1]
             reply = self._chat.form.tokenizer.decode(branch.tokens(last.reply))
@@ -280,7 +282,10 @@ class Talk:
             self._screen.say(f"{mark} {name}: {branch.rows} rows, {_exchanges(len(branch.turns))}")
 
     def _switch(self, rest: str) -> None:
-        self._chat.switch(_word(rest, "/switch") or "")
+        name = _word(rest, "/switch")
+        if name is None:
+            raise InputError("/switch: no branch was given; /branches lists them")
+        self._chat.switch(name)
         self._screen.say(f"in branch {self._chat.branch.name}: {self._chat.branch.rows} rows")
 
     def _undo(self, rest: str) -> None:
@@ -292,7 +297,7 @@ class Talk:
         self._screen.say(f"took {_exchanges(count)} back, from: {_one_line(gone[0].question)}")
 
     def _retry(self, rest: str) -> None:
-        if self._chat.params.temperature == 0:
+        if self._chat.params.temperature == 0 and self._chat.branch.turns:
             self._screen.note("temperature 0: the reply will be the same")
         self._reply(self._chat.retry)
 

@@ -75,7 +75,7 @@ class Format:
         for key in sorted(self.model.keys() | header.model.keys()):
             got, wanted = header.model.get(key), self.model.get(key)
             if got != wanted:
-                following = "latent_norm_eps as it was saved with" if key == "latent_norm_eps" else "the model that it was saved with"
+                following = f"latent_norm_eps {got} (--latent-norm-eps)" if key == "latent_norm_eps" else "the model that it was saved with"
                 self._refuse(path, f"its model has {key} {_short(got)}", f"{_short(wanted)}, that of the open model", following)
         if header.weights != self.weights:
             got, wanted = (one[:16] if one else "none, of no files" for one in (header.weights, self.weights))
@@ -86,9 +86,9 @@ class Format:
             ("history rows", "kv_format", header.row_format, self.row_format.value),
         ):
             if theirs != ours:
-                self._refuse(path, f"its {name} are {theirs}", ours, f"{option} {theirs}")
+                self._refuse(path, f"its {name} are {theirs}", ours, f"{option} {theirs} (--{option.replace('_', '-')} {theirs})")
         if header.rows > context_rows_max:
-            self._refuse(path, f"it has {header.rows} rows", f"at most {context_rows_max}", f"context_rows_max of at least {header.rows}")
+            self._refuse(path, f"it has {header.rows} rows", f"at most {context_rows_max}", f"context_rows_max above {header.rows}")
         wanted = self.sections(header.rows, header.section("mtp.hidden") is not None)
         if header.sections != wanted:
             self._refuse(path, f"its sections are {header.sections}", str(wanted), "the model that it was saved with")

@@ -290,7 +290,12 @@ class Session:
         return drawn
 
     def truncate(self, rows: int) -> None:
-        """Keeps the first `rows` rows. Raises InputError outside [0, rows]; has taken place also where it raises a HipError."""
+        """Keeps the first `rows` rows; the token drawn last, which has none, goes too.
+
+        A token that is given again gets a prompt row, whose last bits differ from those of the step row that `stream` gave it
+        (docs/decisions/0001-two-row-classes.md): to repeat sampled draws exactly, truncate to where a prompt began and stream that again.
+        Raises InputError outside [0, rows]; has taken place also where it raises a HipError.
+        """
         self._engine._check_open()
         if not is_whole(rows) or not 0 <= rows <= self.rows:
             raise InputError(f"truncate: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")

@@ -25,6 +25,7 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections import deque
@@ -242,11 +243,35 @@ def save(
 def check_target(path: str | Path) -> None:
     """Raises SessionFileError where `save` would refuse this name at once, so that nothing is computed for it first."""
     target = Path(os.path.realpath(path))
-    problem = (
-        "it is a directory" if target.is_dir() else None if os.access(target.parent, os.W_OK | os.X_OK) else f"{target.parent} cannot be written to"
-    )
-    if problem:
-        raise SessionFileError(f"{target} cannot be saved: {problem}; next: choose a file in a directory that exists and can be written to")
+    if not target.is_dir() and not os.access(target.parent, os.W_OK | os.X_OK):
+        raise SessionFileError(
+            f"{target} cannot be saved: {target.parent} cannot be written to; next: choose a file in a directory that exists and can be written to"
+        )
+    for name in (target, _partial_of(target)):
+        _refuse_foreign(name)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raises SessionFileError if a save would destroy what is no session file: a device, a pipe, somebody's text."""
+    try:
+        kind = path.stat().st_mode
+        if not stat.S_ISREG(kind):
+            raise SessionFileError(f"{path} cannot be saved: it is {_kind(kind)}, wanted the name of a file; next: choose another name")
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SessionFileError(f"{path} cannot be saved: {error.strerror or error}; {_remedy(error)}") from error
+    if head not in (MAGIC[: len(head)], bytes(len(head))):  # zeros: a save that was killed before it wrote its header
+        raise SessionFileError(
+            f"{path} cannot be saved: a file of that name is no session file (it begins with {head!r}) and would be lost; "
+            "next: choose another name, or remove it"
+        )
+
+
+def _kind(mode: int) -> str:
+    return "a directory" if stat.S_ISDIR(mode) else "no regular file"
 
 
 def _remedy(error: OSError) -> str:
@@ -266,8 +291,8 @@ class _Partial:
         self.target, self.path, self._fd = target, _partial_of(target), -1
 
     def __enter__(self) -> int:
-        if self.target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a directory, wanted the name of a file")
+        for name in (self.target, self.path):
+            _refuse_foreign(name)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if not self._locked():
             os.close(self._fd)
@@ -449,11 +474,14 @@ class SessionFile:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe that nobody writes to answers at once
         except OSError as error:
             raise SessionFileError(f"{self.path} cannot be read: {error.strerror}; next: glm53 session save makes session files") from error
         try:
-            self.size = os.fstat(self._fd).st_size
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                self._refuse("cannot be read", f"it is {_kind(found.st_mode)}", "choose a session file; glm53 session save makes them")
+            self.size = found.st_size
             self.header, self._header_bytes, self._header_crc = self._read_header()
         except OSError as error:
             os.close(self._fd)

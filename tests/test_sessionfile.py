@@ -217,6 +217,37 @@ def test_places_that_are_no_files(tmp_path: Path) -> None:
     check_target(tmp_path / "s")
 
 
+@pytest.mark.parametrize("name", ["s", "s.partial"])
+@pytest.mark.parametrize("kind", ["text", "pipe", "device"])
+def test_what_is_no_session_file_stays(name: str, kind: str, tmp_path: Path) -> None:
+    """A save neither replaces nor takes over what it did not write; reading a pipe is refused at once."""
+    path, of = tmp_path / name, header(64)
+    if kind == "text":
+        path.write_text("my notes")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+    before = os.lstat(path)
+    for refused in (lambda: save(tmp_path / "s", of, reader(of)), lambda: check_target(tmp_path / "s")):
+        with pytest.raises(
+            SessionFileError, match=f"cannot be saved: {'a file of that name is no session file' if kind == 'text' else 'it is no regular file'}"
+        ):
+            refused()
+    assert (os.lstat(path).st_ino, os.lstat(path).st_size) == (before.st_ino, before.st_size) and len(list(tmp_path.iterdir())) == 1
+    with (
+        pytest.raises(SessionFileError, match="is no session file" if kind == "text" else "cannot be read: it is no regular file"),
+        SessionFile(path),
+    ):
+        pass
+    for head in (b"", bytes(64), b"\x89GLM53S\nrest"):  # made for us, or left by a save that was killed
+        path.unlink()
+        path.write_bytes(head)
+        assert save(tmp_path / "s", of, reader(of)) == (tmp_path / "s").stat().st_size
+        path.unlink(missing_ok=True)
+        path.touch()
+
+
 class FakeOs:
     """The module `os` with one function replaced."""
 

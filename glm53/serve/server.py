@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 import socket
 import threading
@@ -61,8 +62,16 @@ def serve(
     open_engine(progress) runs in a thread while /ready answers 503; what it raises is raised here. ready: is called when requests are taken.
     """
     api = Api(config)
+    logging = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    logging["handlers"]["access"]["stream"] = "ext://sys.stderr"  # as all that is not asked for
     options = uvicorn.Config(
-        api.app, log_level=log_level, timeout_graceful_shutdown=max(int(shutdown_timeout_s), 1), server_header=False, ws="none", lifespan="off"
+        api.app,
+        log_config=logging,
+        log_level=log_level,
+        timeout_graceful_shutdown=max(int(shutdown_timeout_s), 1),
+        server_header=False,
+        ws="none",
+        lifespan="off",
     )
     server = _Server(options)
 

@@ -62,7 +62,7 @@ def test_a_day_in_a_terminal(tmp_path: Path) -> None:
         assert terminal.say("/clear") == "cleared" and reply(terminal.say("Who are you?")) == reply(first)
         terminal.type("/bye\n")
         assert terminal.ends() == 0
-    with Terminal("chat", DEMO, "--load", str(file), "--context-rows-max", "1024") as terminal:
+    with Terminal("chat", DEMO, "--load", str(file), "--context-rows-max", "1024", "--max-tokens", "24") as terminal:
         assert f"loaded {file}: {rows(sea)} rows, 2 exchanges" in terminal.until(PROMPT)
         assert terminal.say(KEY) == re.sub(r"[\d.]+/s", lambda _: speed(terminal), asked)
         assert "took 2 exchanges back" in terminal.say("/undo 2") and reply(terminal.say(SEA)) == reply(sea)

@@ -258,7 +258,7 @@ def saved(make_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     [
         ({"layers": 3}, {}, r"has n?_?layer\w* .*wanted"),
         ({"seed": 8}, {}, "weights with fingerprint .*, wanted"),
-        ({}, {"context_rows_max": 99}, "it has 100 rows, wanted at most 99.*context_rows_max of at least 100"),
+        ({}, {"context_rows_max": 99}, "it has 100 rows, wanted at most 99.*context_rows_max above 100"),
         ({}, {"latent_norm_eps": 1e-5}, "latent_norm_eps 1e-06, wanted 1e-05"),
         ({}, {"weights": "q8q4"}, "weights are auto, wanted q8q4.*weights auto"),
     ],
