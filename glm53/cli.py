@@ -19,12 +19,14 @@ from glm53.options import (
     Command,
     chat_options,
     engine_options,
+    json_option,
     model_argument,
     option,
     prompt_options,
     prompt_token_ids,
     read_prompt,
     sampling_options,
+    text_output_options,
 )
 from glm53.report import print_json, progress_line, report
 from glm53.sampling import SamplingParams
@@ -51,8 +53,7 @@ main.add_command(serve)
 @chat_options
 @sampling_options()
 @engine_options
-@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object instead of streaming text.")
-@option("--quiet", group="Output", is_flag=True, help="No progress and no summary line on standard error.")
+@text_output_options
 def generate(model: Path, prompt: str | None, **options: Any) -> None:
     """Continue PROMPT with MODEL. The text streams to standard output, a line of figures follows on standard error."""
     from glm53.engine import Engine
@@ -81,7 +82,7 @@ def generate(model: Path, prompt: str | None, **options: Any) -> None:
     cls=Command, short_help="Show a checkpoint's shape, formats and costs.", epilog="Example: glm53 inspect models/glm53-demo\n\n" + EXIT_CODES
 )
 @model_argument
-@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
+@json_option
 def inspect(model: Path, as_json: bool) -> None:
     """Show a checkpoint's shape, formats, bytes per kind of tensor and what a token of history costs. Needs no device."""
     from glm53.inspect import inspect_checkpoint
@@ -92,7 +93,7 @@ def inspect(model: Path, as_json: bool) -> None:
 
 @main.command(cls=Command, short_help="List devices and code objects.", epilog="Example: glm53 devices --runtime cpu\n\n" + EXIT_CODES)
 @option("--runtime", group="Engine", type=click.Choice(["auto", "rocm", "cuda", "cpu"]), default="auto", show_default=True, help="HIP runtime.")
-@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
+@json_option
 def devices(runtime: str, as_json: bool) -> None:
     """List the devices of a runtime, why it was chosen, which code objects exist, and the links between its devices, checked and measured."""
     from glm53.check.links import link_matrix
@@ -131,7 +132,7 @@ def link_line(link: dict[str, Any]) -> str:
 @option("--runtime", group="Engine", type=click.Choice(["auto", "rocm", "cuda", "cpu"]), default="auto", show_default=True, help="HIP runtime.")
 @option("--device", "device_index", group="Engine", type=int, default=0, show_default=True, help="Device index.")
 @option("--thorough", group="Output", is_flag=True, help="Also the large cases.")
-@option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
+@json_option
 def selftest(runtime: str, device_index: int, thorough: bool, as_json: bool) -> None:
     """Check every kernel family, graphs, registered memory, peer access and streams on a device, and print what holds.
 

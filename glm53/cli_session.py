@@ -20,12 +20,14 @@ from glm53.options import (
     Command,
     chat_options,
     engine_options,
+    json_option,
     model_argument,
     option,
     prompt_options,
     prompt_token_ids,
     read_prompt,
     sampling_options,
+    text_output_options,
 )
 from glm53.report import print_json, progress_line, report
 from glm53.sampling import SamplingParams
@@ -35,11 +37,6 @@ if TYPE_CHECKING:
     from glm53.session import Session
 
 file_argument = click.argument("file", cls=Argument, type=click.Path(path_type=Path), text="A session file.")
-json_option = option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
-text_output = (
-    option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object instead of streaming text."),
-    option("--quiet", group="Output", is_flag=True, help="No progress and no summary line on standard error."),
-)
 
 
 @click.group(short_help="Save sessions to files and go on with them.", epilog=EXIT_CODES)
@@ -59,8 +56,7 @@ def session() -> None:
 @chat_options
 @sampling_options(max_tokens="none: save after the prompt")
 @engine_options
-@text_output[0]
-@text_output[1]
+@text_output_options
 def save(model: Path, file: Path, prompt: str | None, **options: Any) -> None:
     """Run PROMPT with MODEL, with --max-tokens continue it, and save the session to FILE, which is replaced once the new one is complete."""
     from glm53.sessionfile import check_target
@@ -97,8 +93,7 @@ def save(model: Path, file: Path, prompt: str | None, **options: Any) -> None:
 @option(
     "--save", "save_to", group="Output", type=click.Path(path_type=Path), help="Save the session to this file afterwards; FILE itself may be given."
 )
-@text_output[0]
-@text_output[1]
+@text_output_options
 @click.pass_context
 def restore(context: click.Context, model: Path, file: Path, prompt: str | None, save_to: Path | None, **options: Any) -> None:
     """Restore the session of FILE, continue it with PROMPT, which is appended as it is, and stream the text.

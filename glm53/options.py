@@ -243,3 +243,12 @@ def parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise InputError(f"--prompt-ids: got {text!r}, wanted integers with commas between them: 1,2,3") from error
+
+
+json_option = option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object.")
+text_output_options = all_of(
+    (
+        option("--json", "as_json", group="Output", is_flag=True, help="Print one JSON object instead of streaming text."),
+        option("--quiet", group="Output", is_flag=True, help="No progress and no summary line on standard error."),
+    )
+)

@@ -44,6 +44,31 @@ class PromptRows:
     sessions: np.ndarray  # [rows] int32, slots of tier and key store
 
 
+def layer_shapes(spec: ModelSpec, dtype: DType) -> dict[str, tuple[DType, tuple[int, ...]]]:
+    """Name, dtype and shape of a row of what a layer computes, prompt rows and step rows alike."""
+    slots = spec.n_experts_per_tok
+    return {
+        "x": (dtype, (spec.hidden_size,)),
+        "h": (dtype, (spec.hidden_size,)),
+        "qr": (dtype, (spec.q_lora_rank,)),
+        "q": (dtype, (spec.n_heads, spec.qk_head_dim)),
+        "row": (dtype, (spec.row_width,)),
+        "q_latent": (dtype, (spec.n_heads, spec.kv_lora_rank)),
+        "o": (dtype, (spec.n_heads, spec.v_head_dim)),
+        "index_q": (dtype, (spec.index_n_heads, spec.index_head_dim)),
+        "index_key": (dtype, (spec.index_head_dim,)),
+        "index_gate": (DType.F32, (spec.index_n_heads,)),
+        "selected": (DType.I32, (spec.index_topk,)),
+        "counts": (DType.I32, ()),
+        "plan": (DType.U64, (spec.index_topk,)),
+        "act": (dtype, (max(spec.dense_width, spec.shared_width),)),
+        "router": (DType.F32, (spec.n_routed_experts,)),
+        "expert_ids": (DType.I32, (slots,)),
+        "expert_weights": (DType.F32, (slots,)),
+        "expert_act": (dtype, (slots, spec.expert_width)),
+    }
+
+
 class Workspace:
     """Named scratch arrays for at most `rows_max` rows, allocated once and cut to the rows of each pass."""
 
@@ -111,36 +136,17 @@ class Forward:
 
     def _shapes(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
         spec, dtype = self.spec, self.dtype
-        pairs_width, mlp_width = spec.n_experts_per_tok, max(spec.dense_width, spec.shared_width)
-        return {
+        return layer_shapes(spec, dtype) | {
             "tokens": (DType.I32, ()),
             "positions": (DType.I32, ()),
             "sessions": (DType.I32, ()),
-            "x": (dtype, (spec.hidden_size,)),
-            "h": (dtype, (spec.hidden_size,)),
-            "qr": (dtype, (spec.q_lora_rank,)),
-            "q": (dtype, (spec.n_heads, spec.qk_head_dim)),
-            "row": (dtype, (spec.row_width,)),
-            "q_latent": (dtype, (spec.n_heads, spec.kv_lora_rank)),
             "o_latent": (dtype, (spec.n_heads, spec.kv_lora_rank)),
-            "o": (dtype, (spec.n_heads, spec.v_head_dim)),
-            "index_q": (dtype, (spec.index_n_heads, spec.index_head_dim)),
-            "index_key": (dtype, (spec.index_head_dim,)),
-            "index_gate": (DType.F32, (spec.index_n_heads,)),
-            "selected": (DType.I32, (spec.index_topk,)),
-            "counts": (DType.I32, ()),
-            "plan": (DType.U64, (spec.index_topk,)),
-            "gate_up": (dtype, (2 * mlp_width,)),
-            "act": (dtype, (mlp_width,)),
+            "gate_up": (dtype, (2 * max(spec.dense_width, spec.shared_width),)),
             "low": (DType.F32, (spec.hidden_size,)),
             "high": (DType.F32, (spec.hidden_size,)),
-            "router": (DType.F32, (spec.n_routed_experts,)),
-            "expert_ids": (DType.I32, (pairs_width,)),
-            "expert_weights": (DType.F32, (pairs_width,)),
-            "sorted_pairs": (DType.I32, (pairs_width,)),
-            "expert_gate_up": (dtype, (pairs_width, 2 * spec.expert_width)),
-            "expert_act": (dtype, (pairs_width, spec.expert_width)),
-            "expert_out": (dtype, (pairs_width, spec.hidden_size)),
+            "sorted_pairs": (DType.I32, (spec.n_experts_per_tok,)),
+            "expert_gate_up": (dtype, (spec.n_experts_per_tok, 2 * spec.expert_width)),
+            "expert_out": (dtype, (spec.n_experts_per_tok, spec.hidden_size)),
         }
 
     def _pair_shapes(self) -> dict[str, tuple[DType, tuple[int, ...]]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from glm53.hip import Array, Device, Stream
 from glm53.kv import KeyStore, StepRows, TierStep
-from glm53.model.forward import INDEX_NORM_EPS, Walk, Workspace, inverse_frequencies, key_plane
+from glm53.model.forward import INDEX_NORM_EPS, Walk, Workspace, inverse_frequencies, key_plane, layer_shapes
 from glm53.model.pair import PairSide
 from glm53.model.weights import DenseWeights, LayerWeights, MoeWeights
 from glm53.ops import step, step_attention, step_experts, step_select
@@ -60,33 +60,9 @@ class LayerSteps:
         if work is not None:
             self.work = work
             return
-        self.work = Workspace(device, rows_max, self._shapes() | ({} if pair is None else self._pair_shapes()))
+        self.work = Workspace(device, rows_max, layer_shapes(spec, dtype) | ({} if pair is None else self._pair_shapes()))
         self.partials = step_attention.Partials.make(device, rows_max, spec.n_heads, spec.index_topk, spec.kv_lora_rank, category="workspace")
         self.selector = step_select.Selector.make(device, rows_max, keys.side_rows_max, spec.index_topk, category="workspace")
-
-    def _shapes(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        spec, dtype = self.spec, self.dtype
-        slots = spec.n_experts_per_tok
-        return {
-            "x": (dtype, (spec.hidden_size,)),
-            "h": (dtype, (spec.hidden_size,)),
-            "qr": (dtype, (spec.q_lora_rank,)),
-            "q": (dtype, (spec.n_heads, spec.qk_head_dim)),
-            "row": (dtype, (spec.row_width,)),
-            "q_latent": (dtype, (spec.n_heads, spec.kv_lora_rank)),
-            "o": (dtype, (spec.n_heads, spec.v_head_dim)),
-            "index_q": (dtype, (spec.index_n_heads, spec.index_head_dim)),
-            "index_key": (dtype, (spec.index_head_dim,)),
-            "index_gate": (DType.F32, (spec.index_n_heads,)),
-            "selected": (DType.I32, (spec.index_topk,)),
-            "counts": (DType.I32, ()),
-            "plan": (DType.U64, (spec.index_topk,)),
-            "act": (dtype, (max(spec.dense_width, spec.shared_width),)),
-            "router": (DType.F32, (spec.n_routed_experts,)),
-            "expert_ids": (DType.I32, (slots,)),
-            "expert_weights": (DType.F32, (slots,)),
-            "expert_act": (dtype, (slots, spec.expert_width)),
-        }
 
     def _pair_shapes(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
         """What a side needs beside: its halves of sums, the best of its index scores."""
