@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,40 @@ from types import ModuleType
 import pytest
 
 from glm53 import Engine
+from glm53.hip import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "glm53-demo"
+FAULTY_CALLS = (
+    "hipDeviceCanAccessPeer",
+    "hipDeviceDisablePeerAccess",
+    "hipDeviceEnablePeerAccess",
+    "hipDeviceSynchronize",
+    "hipEventCreateWithFlags",
+    "hipEventDestroy",
+    "hipEventElapsedTime",
+    "hipEventRecord",
+    "hipEventSynchronize",
+    "hipExtMallocWithFlags",
+    "hipFree",
+    "hipGraphLaunch",
+    "hipHostFree",
+    "hipHostGetDevicePointer",
+    "hipHostMalloc",
+    "hipHostRegister",
+    "hipMalloc",
+    "hipMemcpy",
+    "hipMemcpy2DAsync",
+    "hipMemcpyAsync",
+    "hipMemcpyPeerAsync",
+    "hipMemsetAsync",
+    "hipModuleLaunchKernel",
+    "hipStreamCreateWithFlags",
+    "hipStreamDestroy",
+    "hipStreamQuery",
+    "hipStreamSynchronize",
+    "hipStreamWaitEvent",
+)  # those that tests make fail through `control`
 
 
 def load_script(path: Path) -> ModuleType:
@@ -31,6 +63,18 @@ def load_script(path: Path) -> ModuleType:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The runtime's own tests come first: they fork, and the parent must not have opened a HIP library by then."""
     items.sort(key=lambda item: ROOT / "tests" / "runtime" not in item.path.parents)
+
+
+@pytest.fixture
+def control() -> Iterator[ctypes.CDLL]:
+    """The cpu runtime's own symbols; a seed and faults end with the test."""
+    if runtime.select().name != "cpu":
+        pytest.skip("faults, counters and schedules are the cpu runtime's")
+    library = runtime.control()
+    yield library
+    library.glm53_cpu_seed(0, 0)
+    for api in FAULTY_CALLS:
+        library.glm53_cpu_fail(api.encode(), 0, 0)
 
 
 @pytest.fixture(scope="session")

@@ -66,18 +66,6 @@ def pair() -> Iterator[tuple[Device, Device]]:
         device.close(free_buffers=True)
 
 
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    """The cpu runtime's own symbols; faults and seeds end with the test."""
-    if runtime.select().name != "cpu":
-        pytest.skip("faults, counters and schedules are the cpu runtime's")
-    library = runtime.control()
-    yield library
-    library.glm53_cpu_seed(0, 0)
-    for api in PROBE_CALLS:
-        library.glm53_cpu_fail(api.encode(), 0, 0)
-
-
 def live(control: ctypes.CDLL) -> dict[str, int]:
     return {kind: control.glm53_cpu_live(kind.encode()) for kind in KINDS}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,16 +25,6 @@ def pair() -> Iterator[tuple[Device, Device]]:
     yield devices
     for device in devices:
         device.close(free_buffers=True)
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    """The cpu runtime's own symbols; a seed ends with the test."""
-    if runtime.select().name != "cpu":
-        pytest.skip("needs the cpu runtime")
-    library = runtime.control()
-    yield library
-    library.glm53_cpu_seed(0, 0)
 
 
 @pytest.fixture

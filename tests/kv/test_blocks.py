@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from glm53.errors import DeviceMemoryError
-from glm53.hip import Array, Device, runtime
+from glm53.hip import Array, Device
 from glm53.kv import HostTier, HostTierConfig, RowLayout
 from glm53.kv.blocks import CACHED, DeviceBlocks
 from glm53.kv.passes import PassRows
@@ -34,15 +34,6 @@ def device(ledger: Ledger) -> Iterator[Device]:
     with Device(0, watch=partial(ledger.count, "device 0")) as device:
         yield device
         # Closing without free_buffers proves that each test gave everything back.
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    if runtime.select().name != "cpu":
-        pytest.skip("faults are the cpu runtime's to choose")
-    library = runtime.control()
-    yield library
-    library.glm53_cpu_fail(b"hipMalloc", 0, 0)
 
 
 def append(tier: HostTier, slot: int, count: int, attend: bool = True) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from glm53.errors import DeviceMemoryError, HipError
-from glm53.hip import Device, runtime
+from glm53.hip import Device
 from glm53.kv import HostTier, HostTierConfig, RowLayout
 from glm53.kv import slabs as slabs_module
 from glm53.kv.slabs import Slab, SlabAhead, free_slabs, make_slabs
@@ -37,16 +37,6 @@ def device(ledger: Ledger) -> Iterator[Device]:
     with Device(0, watch=partial(ledger.count, "device 0")) as device:
         yield device
         # Closing without free_buffers proves that each test gave everything back.
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    if runtime.select().name != "cpu":
-        pytest.skip("faults are the cpu runtime's to choose")
-    library = runtime.control()
-    yield library
-    for api in ("hipHostRegister", "hipHostMalloc"):
-        library.glm53_cpu_fail(api.encode(), 0, 0)
 
 
 def session_bytes(device: Device, ledger: Ledger, rows: int) -> tuple[dict[str, int], dict[str, int]]:

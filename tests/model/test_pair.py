@@ -5,7 +5,7 @@ sides with the same rows. A few seeds of everything; `scripts/soak` runs many.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,6 @@ KINDS = ("allocations", "allocated_bytes", "host_allocations", "streams", "event
 def two_devices() -> None:
     if runtime.select().device_count < 2:
         pytest.skip("a pair needs two devices")
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    """The cpu runtime's own symbols; its settings are put back at the end."""
-    if runtime.select().name != "cpu":
-        pytest.skip("schedules and faults are the cpu runtime's to choose")
-    library = runtime.control()
-    yield library
-    library.glm53_cpu_seed(0, 0)
-    for api in FAULTS:
-        library.glm53_cpu_fail(api.encode(), 0, 0)
 
 
 def pair(path: Path, p2p: str, tier: str = "host", **changes: Any) -> Engine:

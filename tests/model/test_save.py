@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -315,17 +315,6 @@ def test_tokens_of_another_vocabulary(saved: Path, make_checkpoint: Callable[...
         session.save(saved)
         with pytest.raises(SessionFileError, match=r"token ids \d+ to 64, wanted 0 to 63"):
             engine.restore(saved)
-
-
-@pytest.fixture
-def control() -> Iterator[ctypes.CDLL]:
-    """The cpu runtime's own symbols; no call fails after the test."""
-    if runtime.select().name != "cpu":
-        pytest.skip("faults are the cpu runtime's to choose")
-    library = runtime.control()
-    yield library
-    for api in ("hipMalloc", "hipHostMalloc", "hipHostRegister", "hipMemcpy2DAsync", "hipMemcpyAsync"):
-        library.glm53_cpu_fail(api.encode(), 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["host", "resident", "pair"])
