@@ -385,7 +385,10 @@ class EngineConfig:
     def _check_devices(self) -> None:
         numbers = all(type(index) is int and 0 <= index <= 1023 for index in self.devices)
         if not numbers or len(self.devices) not in (1, 2) or len(set(self.devices)) != len(self.devices):
-            raise InputError(f"devices is {self.devices!r}, expected one device number or two different ones, 0 to 1,023")
+            raise InputError(
+                f"devices is {self.devices!r}, expected one device number or two different ones, 0 to 1,023; "
+                "next: give one (--devices 0), or two that `glm53 devices` lists (--devices 0,1)"
+            )
         if self.check_pair and len(self.devices) == 1:
             raise InputError("check_pair is True, expected False with one device; it compares two, devices=(0, 1)")
 

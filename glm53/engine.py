@@ -39,9 +39,9 @@ from glm53.model.side import Side, context_rows_max, step_rows_max
 from glm53.model.stage import Stage
 from glm53.model.step import StepForward
 from glm53.model.weights import Weights, load_weights
-from glm53.request import Batch, Chunk, Completion, Outcome, Prompt, Request, TokenLogprob, fresh_seed, integers, is_single
+from glm53.request import Batch, Chunk, Completion, Constraint, Outcome, Prompt, Request, TokenLogprob, fresh_seed, integers, is_single
 from glm53.sampling import SamplingParams
-from glm53.sched.drafts import DepthPolicy
+from glm53.sched.drafts import LoadPolicy
 from glm53.sched.queue import Prefill, Queue, Step
 from glm53.sched.sessions import SessionState
 from glm53.session import Session, is_whole
@@ -101,7 +101,7 @@ class Engine:
         self.stage = Stage(sides, pair)
         self.decoder = Decoder(self.stage, graphs, config.drafts_max)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # open or parked, as far as somebody holds them
-        self._policy = DepthPolicy(config.drafts_max) if config.mtp == "auto" else None
+        self._policy = LoadPolicy(config.drafts_max) if config.mtp == "auto" else None
         self._read_at, self._read_kind = 0.0, (-1, -1)  # when and what the step read last was
 
     def _make_pair(self) -> Pair:
@@ -234,6 +234,10 @@ class Engine:
         """`cache_counters` of each device, by its number."""
         return {side.device.index: side.tier.counter_totals() if isinstance(side.tier, HostTier) else {} for side in self.stage.sides}
 
+    def cache_totals(self) -> dict[str, int]:
+        """As `cache_counters`, of every history since the engine was opened: these only grow. Waits for the device."""
+        return self.tier.counter_totals_since_start() if isinstance(self.tier, HostTier) else {}
+
     def draft_counts(self) -> DraftCounts:
         """Drafts verified and accepted since the engine was opened."""
         return self.decoder.drafts
@@ -281,31 +285,44 @@ class Engine:
                     logits[i + 1] = session.step([forced[i] if forced is not None else tokens[-1]])[0]
         return tokens, logits
 
-    def session(self) -> Session:
-        """A history of its own that the caller drives row by row: prompts, steps of several rows, truncation."""
-        return self._held(Session(self))
+    def session(self, parked: bool = False) -> Session:
+        """A history of its own that the caller drives row by row: prompts, steps of several rows, truncation. parked: without a slot, until a call
+        needs one."""
+        with self._turn:
+            self._check_open()
+            return self._held(Session(self, parked=self.stage.new_parked(0) if parked else None))
+
+    def sessions(self) -> list[Session]:
+        """Those that are open or parked, and held by somebody, from the oldest on."""
+        with self._turn:
+            return sorted(self._sessions, key=lambda session: session.serial)
 
     def _held(self, session: Session) -> Session:
         """Prompts may start from its rows as long as it is open."""
-        self._sessions.add(session)
+        with self._turn:
+            self._sessions.add(session)
         return session
 
-    def restore(self, path: str | Path, progress: Progress | None = None) -> Session:
+    def restore(self, path: str | Path, progress: Progress | None = None, parked: bool = False) -> Session:
         """A session as `Session.save` wrote it, which every call continues with the same bits as the one that was saved.
 
         The engine may be on one device or a pair, with histories in either tier and extents of any size. Every checksum of the file is compared while
         it is read. progress(bytes_done, bytes_total, section). Raises SessionFileError if the file is truncated, damaged, of another model, other
         weights or formats, or has more rows than `context_rows_max`; InputError when all sessions are in use; DeviceMemoryError, HipError. No
-        session stays open then.
+        session stays open then. parked: the session is parked, and no slot is needed.
         """
         self._check_open()
         with SessionFile(path) as file:
             persist.Format(self.config, self.spec, self.fingerprint, self.stage).check(file.path, file.header, self.context_rows_max)
-            session = Session(self)
+            with self._turn:
+                held = self.stage.new_parked(file.header.rows) if parked else None
+                session = Session(self, parked=held)
             try:
-                session._life.go(SessionState.RESTORING, "restore")
-                session._tokens = persist.restore_session(self.stage, self._turn, self._check_open, file, session.slot, progress)
-                session._life.rest(session.rows)
+                if held is None:
+                    session._life.go(SessionState.RESTORING, "restore")
+                session._tokens = persist.restore_session(self.stage, self._turn, self._check_open, file, held or session.slot, progress)
+                if held is None:
+                    session._life.rest(session.rows)
                 session.sampling, session._pending = persist.sampling_of(file), list(file.header.pending)
             except BaseException:
                 session.close()
@@ -325,12 +342,12 @@ class Engine:
             raise InputError(f"params: got {len(every)}, wanted one or {len(prompts)}, as many as prompts")
         return [self.request(prompt, one, index) for index, (prompt, one) in enumerate(zip(prompts, every, strict=True))]
 
-    def _request(self, index: int, ids: list[int], params: SamplingParams) -> Request:
+    def _request(self, index: int, ids: list[int], params: SamplingParams, constraint: Constraint | None = None) -> Request:
         if params.stop and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer; this checkpoint has no tokenizer.json: use stop_token_ids")
         seed = params.seed if params.seed is not None else fresh_seed()
         decoder = StreamDecoder(self.tokenizer) if self.tokenizer is not None else None
-        return Request(index, ids, params, seed, decoder, StopMatcher(params.stop))
+        return Request(index, ids, params, seed, decoder, StopMatcher(params.stop), constraint)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises InputError without a tokenizer."""
@@ -373,11 +390,10 @@ class Engine:
             done += count
 
     def _run(self, requests: list[Request]) -> Iterator[Chunk]:
-        batch = Batch(Queue(self.sessions_max, self.config.prefill_chunk_rows))
-        for request in requests:
-            batch.add(request)
+        queue = Queue(self.sessions_max, self.config.prefill_chunk_rows)
+        batch = Batch(queue, {queue.add(len(request.prompt)): request for request in requests})
         try:
-            while (action := batch.queue.next()) is not None:
+            while (action := queue.next()) is not None:
                 done = self.act(action, batch)
                 yield from (chunk for _, chunk in done.chunks)
                 error = done.failed[0][1] if done.failed else done.error
@@ -387,27 +403,28 @@ class Engine:
             with self._turn:
                 self._end([r for r in requests if r.slot >= 0])
 
-    def request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-        """A request for a `Batch` of its caller's. Raises InputError if it could never run: bad token ids, a prompt beyond the context."""
+    def request(self, prompt: Prompt, params: SamplingParams, index: int = 0, constraint: Constraint | None = None) -> Request:
+        """A request for a `Batch` of its caller's; constraint: what it may draw, of this request alone. Raises InputError if it could never run: bad
+        token ids, a prompt beyond the context."""
         self._check_open()
         ids = self.encode(prompt) if isinstance(prompt, str) else integers(prompt)
         self._check_ids(ids)
-        return self._request(index, ids, params)
+        return self._request(index, ids, params, constraint)
 
     def drop(self, serials: Sequence[int], batch: Batch) -> None:
         """Ends requests of a batch at any moment between two actions and gives their memory back; a step in flight goes on without them.
 
         Raises HipError if the device refuses to be waited for; the requests have ended all the same.
         """
-        requests = [batch.by_serial.pop(serial) for serial in serials]
-        for serial in serials:
-            batch.queue.finish(serial)
-        if requests:
-            with self._turn:
-                self._end([r for r in requests if r.slot >= 0])
+        requests = [(serial, batch.by_serial.pop(serial)) for serial in serials]
+        with self._turn, ExitStack() as steps:  # each has its turn, the last one first
+            ending: list[Request] = []
+            steps.callback(lambda: self._end([r for r in ending if r.slot >= 0]))
+            for serial, request in requests:
+                steps.callback(_finish, batch, serial, request, ending)
 
     def _end(self, requests: list[Request]) -> None:
-        """Ends the requests' sessions."""
+        """Ends the requests' histories."""
         slots = [r.slot for r in requests]
         for request in requests:
             request.slot = -1
@@ -420,33 +437,48 @@ class Engine:
         `Batch.serials`. End them with `drop`; the others go on, unless it is DeviceLost or LinkStuck. After DeviceMemoryError of a step it is enough
         to end some of its requests: no row was added.
         """
-        done = Outcome()
         with self._turn:
             self._check_open()
-            ended: list[int] = []
-            for serial, tokens in self._prompt(action, batch) if isinstance(action, Prefill) else self._step(action, batch, done):
-                request = batch.by_serial[serial]
-                try:
-                    for one in tokens:  # those behind its last one are dropped
-                        if request.finish_reason is None:
-                            done.chunks.append((serial, request.accept(one, self.spec.eos_token_ids, self.context_rows_max)))
-                except Glm53Error as error:
-                    done.failed.append((serial, error))
-                if request.finish_reason is not None:
-                    ended.append(serial)
-            ended += [serial for serial, _ in done.failed]
+            done = Outcome()
+            return self._deliver(self._prompt(action, batch) if isinstance(action, Prefill) else self._step(action, batch, done), batch, done)
+
+    def collect(self, batch: Batch) -> Outcome:
+        """What the step in flight drew, if there is one, without another one behind it. Raises as `act` of a step."""
+        with self._turn:
+            self._check_open()
+            done = Outcome()
+            return self._deliver([] if batch.ticket is None else self._collect(batch, done, ahead=False), batch, done)
+
+    def _deliver(self, drawn: list[tuple[int, list[Drawn]]], batch: Batch, done: Outcome) -> Outcome:
+        """Tokens to their requests; those that end leave the batch."""
+        ended: list[int] = []
+        for serial, tokens in drawn:
+            request = batch.by_serial[serial]
             try:
-                self.drop(ended, batch)
+                for one in tokens:  # those behind its last one are dropped
+                    if request.finish_reason is None:
+                        done.chunks.append((serial, request.accept(one, self.spec.eos_token_ids, self.context_rows_max)))
             except Glm53Error as error:
-                done.error = error
+                done.failed.append((serial, error))
+            if request.finish_reason is not None:
+                ended.append(serial)
+        for serial, _ in done.failed:
+            batch.by_serial[serial].spoiled = True
+            ended.append(serial)
+        try:
+            self.drop(ended, batch)
+        except Glm53Error as error:
+            done.error = error
         return done
 
     def _prompt(self, action: Prefill, batch: Batch) -> list[tuple[int, list[Drawn]]]:
         """A chunk of a prompt, and after the last one the first token."""
         request = batch.by_serial[action.serial]
-        if action.start == 0:
+        self._read_kind = (-1, -1)  # the time until the next step is read has this chunk in it
+        if request.slot < 0:
             self._start(request)
-        self._prefill(request.slot, request.prompt[max(action.start, request.reused_rows) : action.stop])
+        with self.stage.all_or_nothing(request.slot):
+            self._prefill(request.slot, request.prompt[max(action.start, request.reused_rows) : action.stop])
         return [(action.serial, [self._draw_first(request)])] if action.last else []
 
     def _start(self, request: Request) -> None:
@@ -454,7 +486,7 @@ class Engine:
 
         Rows of prompts alone are taken, since their bits are those that the request would compute: its text does not depend on what is reused.
         """
-        source, rows = self._longest_prefix(request.prompt)
+        source, rows = self._longest_prefix(request)
         if source is None:
             request.slot = self.stage.open()
         else:
@@ -462,19 +494,19 @@ class Engine:
             request.slot, request.reused_rows = self.stage.fork(source.slot, rows), rows
         self._mark_prompt(request)
 
-    def _longest_prefix(self, prompt: list[int]) -> tuple[Session | None, int]:
-        """The open session with most prompt rows in common, and how many; at least one token is left to compute."""
+    def _longest_prefix(self, request: Request) -> tuple[Session | None, int]:
+        """The owner's open session with most prompt rows in common, and how many; at least one token is left to compute."""
         best: tuple[Session | None, int] = (None, REUSED_ROWS_MIN - 1)
-        for session in sorted(self._sessions, key=lambda session: session.serial):
-            rows = session.common_prompt_rows(prompt[:-1])
+        for session in (one for one in self.sessions() if one.owner == request.owner):
+            rows = session.common_prompt_rows(request.prompt[:-1])
             if rows > best[1]:
                 best = session, rows
         return best if best[0] is not None else (None, 0)
 
     def _mark_prompt(self, request: Request) -> None:
-        """Before a request's first draw: the repetition penalty, if it has one, counts the tokens of its prompt."""
+        """Before a request's first draw in its slot: the repetition penalty, if it has one, counts its tokens so far."""
         for side in self.stage.sides:
-            side.sampler.begin(request.slot, request.prompt if request.params.penalises else None)
+            side.sampler.begin(request.slot, [*request.prompt, *request.tokens] if request.params.penalises else None)
 
     def _draw_first(self, request: Request) -> Drawn:
         """The token behind the last prompt row, whose logits stand in row 0 of every side's step. Each side draws it itself."""
@@ -490,12 +522,18 @@ class Engine:
         """
         if batch.ticket is None:
             rows = [(serial, batch.by_serial[serial].step_row()) for serial in action.serials]
-            batch.serials, batch.ticket = tuple(serial for serial, _ in rows), self.decoder.launch([row for _, row in rows], self._depth())
+            launched = self.decoder.launch([row for _, row in rows], self._depth(batch, action.serials))
+            batch.serials, batch.ticket = tuple(serial for serial, _ in rows), launched
+        return self._collect(batch, done, ahead=batch.serials == action.serials)
+
+    def _collect(self, batch: Batch, done: Outcome, ahead: bool) -> list[tuple[int, list[Drawn]]]:
+        """What the step in flight drew; `ahead`: the next one is enqueued before that is read, where it may be."""
         serials, ticket = batch.serials, batch.ticket
+        assert ticket is not None
         batch.ticket = None
-        if serials == action.serials and not any(batch.by_serial[serial].ends_next(self.context_rows_max) for serial in serials):
+        if ahead and not any(batch.by_serial[serial].ends_next(self.context_rows_max) for serial in serials):
             with suppress(DeviceMemoryError):  # no row was added; the next action asks again, when requests may have ended
-                batch.ticket = self.decoder.ahead(ticket) if ticket.depth == self._depth() else None
+                batch.ticket = self.decoder.ahead(ticket) if ticket.depth == self._depth(batch, serials) else None
         drawn = self.decoder.collect(ticket)
         self._time_round(ticket)
         if ticket.bad_row is not None and serials[ticket.bad_row] in batch.by_serial:  # one of a request that has ended was computed in vain
@@ -503,15 +541,25 @@ class Engine:
         failed = {serial for serial, _ in done.failed}
         return [(serial, one) for serial, one in zip(serials, drawn, strict=True) if serial in batch.by_serial and serial not in failed]
 
-    def _depth(self) -> int:
-        """Drafts of the next step."""
-        return self.config.drafts_max if self._policy is None else self._policy.depth()
+    def _depth(self, batch: Batch, serials: Sequence[int]) -> int:
+        """Drafts of the next step: none beside a constrained request, whose mask is known for one token."""
+        if any(batch.by_serial[serial].constraint is not None for serial in serials):
+            return 0
+        return self.config.drafts_max if self._policy is None else self._policy.of(len(serials)).depth()
 
     def _time_round(self, ticket: Ticket) -> None:
         """Tells the policy what a step's drafts were worth. Its time is that since the step before was read, if both are of one kind."""
         if self._policy is None or ticket.drawn is None:
             return
+        if any(row.draw.mask is not None for row in ticket.rows):  # its time says nothing of other steps
+            self._read_kind = (-1, -1)
+            return
         now, kind = time.perf_counter(), (ticket.depth, len(ticket.rows))
         step_us = (now - self._read_at) * 1e6 if kind == self._read_kind else None
         self._read_at, self._read_kind = now, kind
-        self._policy.add(ticket.depth, [len(drawn) - 1 for drawn in ticket.drawn], step_us)
+        self._policy.of(len(ticket.rows)).add(ticket.depth, [len(drawn) - 1 for drawn in ticket.drawn], step_us)
+
+
+def _finish(batch: Batch, serial: int, request: Request, ending: list[Request]) -> None:
+    if batch.finish(serial, request):
+        ending.append(request)

@@ -50,6 +50,10 @@ class LifetimeError(Glm53Error):
     """An object is used after its end, ended twice, or its owner ends while it still lives."""
 
 
+class InUse(LifetimeError):
+    """A session is another call's or request's until that has ended."""
+
+
 class HipError(Glm53Error):
     """A HIP call failed. Carries the call's name, the code and the runtime's text."""
 

@@ -76,6 +76,18 @@ class GroupedOption(click.Option):
         super().__init__(*args, **kwargs)
         self.group = group
 
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """The option, and the environment variable where that has the value."""
+        hint = super().get_error_hint(ctx)
+        if ctx is None or self.name is None or ctx.get_parameter_source(self.name) is not click.core.ParameterSource.ENVIRONMENT:
+            return hint
+        return f"{hint} (from the environment variable {variable(ctx, self.name)})"
+
+
+def variable(ctx: click.Context, name: str) -> str:
+    """The environment variable that an option is."""
+    return f"{ctx.auto_envvar_prefix}_{name.upper()}"
+
 
 def option(*names: str, group: str, **kwargs: Any) -> Any:
     return click.option(*names, cls=GroupedOption, group=group, **kwargs)

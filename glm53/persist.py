@@ -20,7 +20,7 @@ from glm53.config import EngineConfig
 from glm53.errors import CheckpointError, InputError, SessionFileError
 from glm53.hip import Device
 from glm53.model.checkpoint import Checkpoint
-from glm53.model.stage import Stage
+from glm53.model.stage import Parked, Stage
 from glm53.sampling import SamplingParams
 from glm53.sessionfile import Header, Progress, Section, SessionFile, host_buffers, save, weights_fingerprint
 from glm53.spec import DType, ModelSpec
@@ -128,7 +128,7 @@ def save_session(
     turn: threading.RLock,
     check_open: Callable[[], None],
     header: Header,
-    slot: int,
+    slot: int | Parked,
     tokens: Sequence[int],
     path: str | Path,
     progress: Progress | None,
@@ -156,16 +156,16 @@ def restore_session(
     turn: threading.RLock,
     check_open: Callable[[], None],
     file: SessionFile,
-    slot: int,
+    slot: int | Parked,
     progress: Progress | None,
 ) -> list[int]:
-    """Brings the rows of a file, whose header has been checked, into the empty session `slot`; their tokens. Raises SessionFileError for what is
-    damaged, and what a full device raises; the session is then good for `close` alone."""
+    """Brings the rows of a file, whose header has been checked, into the empty session `slot`, or a parked one with room; their tokens. Raises
+    SessionFileError for what is damaged, and what a full device raises; the session is then good for `close` alone."""
     tokens: list[int] = []
     vocab_size = file.header.model["vocab_size"]
     file.check_complete()
     with _pinned(stage.first.device, file.header.piece_bytes) as buffers:
-        for section, _, data in file.pieces(buffers, progress):
+        for section, first, data in file.pieces(buffers, progress):
             if section.name == "tokens":
                 ids = data.reshape(-1).view("<i4")
                 if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
@@ -176,5 +176,5 @@ def restore_session(
             else:
                 with turn:
                     check_open()
-                    stage.adopt(slot, section.name, data, file.header.rows)
+                    stage.adopt(slot, section.name, first, data, file.header.rows)
     return tokens

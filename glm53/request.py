@@ -5,17 +5,29 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from glm53.errors import Glm53Error, InputError
 from glm53.model.decode import StepRow, Ticket
 from glm53.model.sampler import Drawn, DrawRow
+from glm53.model.stage import Parked
 from glm53.sampling import SamplingParams
-from glm53.sched.queue import Queue
 from glm53.tokenizer import StopMatcher, StreamDecoder
 
 Prompt = str | Sequence[int]
+
+
+class Constraint(Protocol):
+    """What a request may draw next; it moves on with each token that it drew. For one request alone."""
+
+    @property
+    def mask(self) -> np.ndarray:
+        """[ceil(vocab / 32)] u32: bit i of word w says whether token 32 w + i may be next."""
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a token in that the mask allows; True if nothing may follow it. Raises InputError where the constraint is too complex to go on."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,9 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    finish_reason: str | None  # None: goes on; "stop": end-of-sequence token or stop string; "length": max_tokens or context limit
+    finish_reason: (
+        str | None
+    )  # None: goes on; "stop": end-of-sequence token, stop string or end of the constraint; "length": max_tokens or context limit
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,14 @@ class Completion:
     reused_rows: int = field(default=0, compare=False)  # prompt tokens that were not computed again, but came from an open session
 
 
+class Lender(Protocol):
+    """What a request needs of the session that it continues; see `glm53.session.Session`."""
+
+    def lend(self, prompt: Sequence[int]) -> tuple[int, int]: ...
+    def take_back(self, slot: int | None, parked: Parked | None, tokens: Sequence[int], prompt_rows: int, sampling: SamplingParams) -> None: ...
+    def lost(self) -> None: ...
+
+
 @dataclass
 class Request:
     """One running request: its tokens and what turns them into text."""
@@ -61,14 +83,27 @@ class Request:
     seed: int
     decoder: StreamDecoder | None
     matcher: StopMatcher
+    constraint: Constraint | None = None
     slot: int = -1  # of both stores while it runs
+    parked: Parked | None = None  # its history while it has no slot
+    spoiled: bool = False  # it ended with an error of its own: nobody may begin with its rows
     reused_rows: int = 0  # of its prompt, from a session that was open when it started
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    deadline: float | None = None  # `time.monotonic()` at which it ends, if it has not
+    owner: str = ""  # rows are shared between requests of one owner alone
+    session: Lender | None = None  # whose history it continues and leaves its rows to; None: a history of its own
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows that a history of its tokens has when it ends now: none for the token drawn last, unless another one was drawn behind it."""
+        ended = self.finish_reason == "stop" and not self.matcher.stopped
+        return len(self.prompt) + len(self.tokens) - (1 if self.tokens and not ended else 0)
 
     def draw_row(self) -> DrawRow:
         """How it draws its next token."""
-        return DrawRow(self.slot, self.params, self.seed, len(self.prompt) + len(self.tokens))
+        mask = self.constraint.mask if self.constraint is not None else None
+        return DrawRow(self.slot, self.params, self.seed, len(self.prompt) + len(self.tokens), mask)
 
     def step_row(self) -> StepRow:
         """Its next decode row, from the token drawn last."""
@@ -80,7 +115,8 @@ class Request:
         return tokens >= self.params.max_tokens or len(self.prompt) + tokens >= context_rows_max
 
     def accept(self, drawn: Drawn, eos_token_ids: Sequence[int], context_rows_max: int) -> Chunk:
-        """Takes a drawn token into the request and says what it adds. Raises Glm53Error if there was none to draw."""
+        """Takes a drawn token into the request and says what it adds. Raises Glm53Error if there was none to draw, InputError if its constraint
+        cannot go on."""
         token, params = drawn.token_id, self.params
         if token < 0:
             raise Glm53Error(
@@ -88,11 +124,12 @@ class Request:
                 "then the device (glm53 selftest)"
             )
         ends = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
-        text = ""
+        text, ends_here = "", False
         if not ends:
             self.tokens.append(token)
             text = self.matcher.push(self.decoder.push(token)) if self.decoder else ""
-        if ends or self.matcher.stopped:
+            ends_here = self.constraint is not None and self.constraint.accept(token)
+        if ends or ends_here or self.matcher.stopped:
             self.finish_reason = "stop"
         elif len(self.tokens) >= params.max_tokens or len(self.prompt) + len(self.tokens) >= context_rows_max:
             self.finish_reason = "length"
@@ -104,6 +141,12 @@ class Request:
         return Chunk(self.index, text, () if ends else (token,), logprobs, self.finish_reason)
 
 
+class Plan(Protocol):
+    """What a batch asks of its queue."""
+
+    def finish(self, serial: int) -> None: ...
+
+
 @dataclass
 class Batch:
     """Requests that run together, by their serials in the queue, and the step in flight with rows of `serials`, some of which may have ended since.
@@ -111,16 +154,15 @@ class Batch:
     A request whose chunk says so, or that `Engine.drop` ended, is in neither the queue nor `by_serial` any more.
     """
 
-    queue: Queue
+    queue: Plan
     by_serial: dict[int, Request] = field(default_factory=dict)
     serials: tuple[int, ...] = ()
     ticket: Ticket | None = None
 
-    def add(self, request: Request) -> int:
-        """The request waits for its turn; its serial."""
-        serial = self.queue.add(len(request.prompt))
-        self.by_serial[serial] = request
-        return serial
+    def finish(self, serial: int, request: Request) -> bool:
+        """The request has left; whether its history, if it has one, ends with it. Has taken place also where it raises."""
+        self.queue.finish(serial)
+        return True
 
 
 @dataclass

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from glm53 import persist
 from glm53.config import EngineConfig
-from glm53.errors import DeviceLost, InputError, LifetimeError
+from glm53.errors import DeviceLost, InputError, InUse, LifetimeError
 from glm53.hip import Array, Device
 from glm53.model.decode import Decoder, StepRow
 from glm53.model.sampler import Drawn
@@ -25,6 +25,7 @@ from glm53.request import Chunk, Prompt, Request, integers
 from glm53.sampling import SamplingParams
 from glm53.sched.drafts import DepthPolicy
 from glm53.sched.sessions import Life, SessionState
+from glm53.sessionfile import Header
 from glm53.spec import ModelSpec
 
 Progress = Callable[[int, int, str], None]
@@ -70,22 +71,27 @@ class Session:
     glm53/sched/sessions.py; a parked session is resumed by the next call that needs it.
     """
 
-    def __init__(self, engine: SessionEngine, slot: int | None = None):
-        """slot: of a history that is open already and becomes this session's."""
+    def __init__(self, engine: SessionEngine, slot: int | None = None, parked: Parked | None = None):
+        """slot: of a history that is open already and becomes this session's. parked: a history without a slot that does."""
         self._engine = engine
         self.serial = next(_SERIALS)  # order of opening
         self._prompt_rows = 0  # first rows that were all computed as prompt rows
         self._life = Life()
-        self._parked: Parked | None = None
+        self._parked: Parked | None = parked
         self._tokens: list[int] = []
         self._pending: list[int] = []  # the token that `stream` drew last, until it has a row
         self._saves = 0  # under way
         self._policy = DepthPolicy(engine.config.drafts_max) if engine.config.mtp == "auto" else None
         self._timed_depth = -1  # drafts of the round before
         self.sampling: SamplingParams | None = None
+        self.owner = ""  # requests of the same owner may begin with its rows
+        self.lent = False  # to a request that continues it
+        self.changes = 0  # of its rows
         with engine._turn:
             engine._check_open()
-            self._slot: int | None = engine.stage.open() if slot is None else slot
+            self._slot: int | None = engine.stage.open() if slot is None and parked is None else slot
+            if parked is not None:
+                self._life.state = SessionState.PARKED
 
     @property
     def slot(self) -> int:
@@ -129,21 +135,31 @@ class Session:
 
     def fork(self, rows: int | None = None) -> Session:
         """A new session with the first `rows` rows of this one, None: all. Full extents are shared, at most one is copied; each goes its own way from
-        here. Its bits are those of a session that made the same calls. Raises InputError outside [0, rows] or when all sessions are in use,
-        DeviceMemoryError, HipError, with nothing opened."""
+        here. Its bits are those of a session that made the same calls. That of a parked session is parked too. Raises InputError outside [0, rows] or
+        when all sessions are in use, DeviceMemoryError, HipError, with nothing opened."""
         engine = self._engine
-        with self._at_work(SessionState.SETTLING, "fork") as slot:
-            kept = self.rows if rows is None else rows
-            if not is_whole(kept) or not 0 <= kept <= self.rows:
-                raise InputError(f"fork: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
-            engine.decoder.settle()
-            made = type(self)(engine, engine.stage.fork(slot, int(kept)))
-            made._tokens, made.sampling = self._tokens[: int(kept)], self.sampling
-            made._prompt_rows = min(self._prompt_rows, int(kept))
-            engine._held(made)
-            made._pending = self._pending.copy() if kept == self.rows else []
-            made._life.rest(made.rows)
+        with engine._turn:
+            engine._check_open()
+            kept = self._checked("fork", self.rows if rows is None else rows)
+            if self._parked is not None:
+                return self._made_from(type(self)(engine, parked=engine.stage.fork_parked(self._parked, kept)), kept)
+            with self._at_work(SessionState.SETTLING, "fork") as slot:
+                engine.decoder.settle()
+                made = self._made_from(type(self)(engine, engine.stage.fork(slot, kept)), kept)
+                made._life.rest(made.rows)
         return made
+
+    def _checked(self, call: str, rows: object) -> int:
+        if not is_whole(rows) or not 0 <= cast(int, rows) <= self.rows:
+            raise InputError(f"{call}: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
+        return int(cast(int, rows))
+
+    def _made_from(self, made: Session, kept: int) -> Session:
+        """A fork of `kept` rows gets what belongs to them."""
+        made._tokens, made.sampling = self._tokens[:kept], self.sampling
+        made._prompt_rows = min(self._prompt_rows, kept)
+        made._pending = self._pending.copy() if kept == self.rows else []
+        return self._engine._held(made)
 
     def park(self) -> None:
         """Gives the device's memory and the slot back; the history stays in host RAM until the next call that needs it, or `resume`. Again is not an
@@ -154,6 +170,7 @@ class Session:
             if self._parked is not None:
                 return
             self._refuse_while_saved("park")
+            self._life.check(SessionState.PARKED, "park")
             slot = self.slot
             engine.decoder.settle()
             parked = engine.stage.park(slot)
@@ -168,11 +185,56 @@ class Session:
             if self._parked is not None:
                 self._resume()
 
+    # A request that continues it
+
+    def lend(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The history becomes that of a request with this prompt: rows of other tokens are cut, and the last token's row too. The slot, resumed if it
+        was parked, and the rows that are left. Until `take_back` other calls raise LifetimeError. Raises InUse for a session at work, InputError for
+        one that has ended; else as `resume` and `truncate`, with the session at rest."""
+        engine = self._engine
+        with engine._turn:
+            engine._check_open()
+            if self.state in (SessionState.CLOSED, SessionState.FAILED):
+                raise InputError(f"the session is {self.state.value}; next: open another one")
+            if self._saves or self.state not in (SessionState.CREATED, SessionState.READY, SessionState.PARKED):
+                raise InUse(f"the session is {self.state.value}; next: wait for it, or fork it")
+            if self._parked is not None:
+                self._resume()
+            kept = common_rows(self._tokens, prompt[:-1])
+            if kept < self.rows:
+                self.truncate(kept)
+            self._pending = []
+            self._life.go(SessionState.PREFILLING, "request")
+            self.lent = True
+            return self.slot, kept
+
+    def take_back(self, slot: int | None, parked: Parked | None, tokens: Sequence[int], prompt_rows: int, sampling: SamplingParams) -> None:
+        """The request has ended, and its history, open in `slot` or parked, has the rows of the first of `tokens`; what has no row is pending. Rows
+        below `prompt_rows` that the session did not have were computed as prompt rows."""
+        self._slot, self._parked = slot, parked
+        self.changes += 1
+        rows, before = self.rows, len(self._tokens)
+        if self._prompt_rows == before:
+            self._prompt_rows = max(before, min(prompt_rows, rows))
+        self._tokens, self._pending = list(tokens[:rows]), list(tokens[rows:]) if rows >= prompt_rows else []
+        self.sampling, self.lent = sampling, False
+        self._life.rest(rows)
+
+    def lost(self) -> None:
+        """Its rows could not be brought to what they should be: the slot is another's, and the session is good for `close` alone."""
+        self._slot, self.lent = None, False
+        self._life.state = SessionState.FAILED
+
     def _resume(self) -> None:
         assert self._parked is not None
         self._slot = self._engine.stage.resume(self._parked)
         rows, self._parked = self._parked.rows, None
         self._life.rest(rows)
+
+    @property
+    def prompt_rows(self) -> int:
+        """The first rows that were all computed as prompt rows: other requests of its owner may begin with them."""
+        return self._prompt_rows
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -214,15 +276,18 @@ class Session:
             self._prompt_rows += len(ids)
         self._tokens += ids
         self._pending = []
+        self.changes += 1
+
+    @property
+    def parked(self) -> Parked | None:
+        """Its history while it is parked."""
+        return self._parked
 
     def common_prompt_rows(self, ids: Sequence[int]) -> int:
         """How many of the first rows are prompt rows of these tokens; 0 for a session that is parked or closed."""
         if self._slot is None:
             return 0
-        most = min(self._prompt_rows, len(ids))
-        own, other = np.array(self._tokens[:most]), np.array(ids[:most])
-        differ = np.flatnonzero(own != other)
-        return int(differ[0]) if differ.size else most
+        return common_rows(self._tokens[: self._prompt_rows], ids)
 
     def stream(self, prompt: Prompt = (), params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Appends a prompt (text or token ids) and continues it token by token, as `Engine.stream` does.
@@ -294,17 +359,26 @@ class Session:
 
         A token that is given again gets a prompt row, whose last bits differ from those of the step row that `stream` gave it
         (docs/decisions/0001-two-row-classes.md): to repeat sampled draws exactly, truncate to where a prompt began and stream that again.
-        Raises InputError outside [0, rows]; has taken place also where it raises a HipError.
+        A parked session stays so. Raises InputError outside [0, rows]; has taken place also where it raises a HipError.
         """
-        self._engine._check_open()
-        if not is_whole(rows) or not 0 <= rows <= self.rows:
-            raise InputError(f"truncate: got {rows!r}, wanted 0 to {self.rows}, the rows of this session")
-        with self._at_work(SessionState.SETTLING, "truncate") as slot:
+        engine = self._engine
+        with engine._turn:
+            engine._check_open()
+            kept = self._checked("truncate", rows)
             self._refuse_while_saved("truncate")
-            del self._tokens[int(rows) :]
-            self._pending, self._prompt_rows = [], min(self._prompt_rows, int(rows))
-            self._engine.decoder.settle()
-            self._engine.stage.truncate(slot, int(rows))
+            if self._parked is not None:
+                self._cut(kept)
+                engine.stage.truncate_parked(self._parked, kept)
+                return
+            with self._at_work(SessionState.SETTLING, "truncate") as slot:
+                self._cut(kept)
+                engine.decoder.settle()
+                engine.stage.truncate(slot, kept)
+
+    def _cut(self, rows: int) -> None:
+        del self._tokens[rows:]
+        self.changes += 1
+        self._pending, self._prompt_rows = [], min(self._prompt_rows, rows)
 
     def save(self, path: str | Path, progress: Progress | None = None) -> int:
         """Writes the history, its tokens and `sampling` to a file that `Engine.restore` reads; bytes of the file.
@@ -315,16 +389,31 @@ class Session:
         refuses (no space, no permission, the file is being saved already), HipError; nothing is left.
         """
         engine = self._engine
-        with self._at_work(SessionState.SETTLING, "save") as slot:
-            engine.stage.settle(slot)
+        with engine._turn:
+            engine._check_open()
+            source: int | Parked
+            if self._parked is not None:
+                source = self._parked
+            else:
+                with self._at_work(SessionState.SETTLING, "save") as source:
+                    engine.stage.settle(source)
             tokens, pending = self._tokens.copy(), tuple(self._pending)
             self._saves += 1
         try:
-            header = persist.Format(engine.config, engine.spec, engine.fingerprint, engine.stage).header(len(tokens), self.sampling, pending)
-            return persist.save_session(engine.stage, engine._turn, engine._check_open, header, slot, tokens, path, progress)
+            header = self._header(len(tokens), pending)
+            return persist.save_session(engine.stage, engine._turn, engine._check_open, header, source, tokens, path, progress)
         finally:
             with engine._turn:
                 self._saves -= 1
+
+    def file_bytes(self) -> int:
+        """Bytes of the file that `save` would write now."""
+        header = self._header(len(self._tokens), tuple(self._pending))
+        return header.file_bytes(len(header.encode()))
+
+    def _header(self, rows: int, pending: tuple[int, ...]) -> Header:
+        engine = self._engine
+        return persist.Format(engine.config, engine.spec, engine.fingerprint, engine.stage).header(rows, self.sampling, pending)
 
     def _refuse_while_saved(self, call: str) -> None:
         if self._saves:
@@ -333,6 +422,8 @@ class Session:
     def close(self) -> None:
         """Gives the history back. Idempotent. Raises LifetimeError while it is being saved."""
         self._refuse_while_saved("close")
+        if self.lent:
+            raise LifetimeError("close: the session is a request's; next: end the request first")
         slot, parked, self._slot, self._parked = self._slot, self._parked, None, None
         self._life.state = SessionState.CLOSED
         if self._engine.device.closed:
@@ -348,6 +439,13 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def common_rows(own: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    most = min(len(own), len(other))
+    differ = np.flatnonzero(np.array(own[:most]) != np.array(other[:most]))
+    return int(differ[0]) if differ.size else most
 
 
 def is_whole(value: object) -> bool:

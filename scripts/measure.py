@@ -96,6 +96,20 @@ class Timer:
         self._buffer.free()
 
 
+def copy_bandwidth(device: Device, byte_count: int, repeats: int) -> float:
+    """Bytes read and written per second by device-to-device copies."""
+    stream = device.stream()
+    timer = Timer(device, stream, 1 << 20)
+    source, target = device.alloc(byte_count, category="copy"), device.alloc(byte_count, category="copy")
+    try:
+        times = timer.time(lambda: stream.copy(target.address, source.address, byte_count), repeats)
+    finally:
+        source.free()
+        target.free()
+        timer.free()
+    return 2 * byte_count / times.median * 1e6
+
+
 def commit() -> str:
     """Short hash of the checkout and whether it has changes; where there is no git, what the kernels were built from."""
     sources = json.loads((native_directory() / "manifest.json").read_text())["source_sha256"][:12]

@@ -23,6 +23,7 @@ LAYERS = {
     "glm53.files": {"errors"},
     "glm53.config": {"files", "errors", "spec"},
     "glm53.tokenizer": {"files", "errors"},
+    "glm53.grammar": {"tokenizer", "errors"},
     "glm53.mem": {"spec", "errors"},
     "glm53.sched": {"mem", "spec", "errors"},
     "glm53.hip": {"spec", "errors"},
@@ -32,7 +33,9 @@ LAYERS = {
     "glm53.inspect": {"model", "config", "files", "spec", "errors"},
     "glm53.check": {"ops", "hip", "spec", "errors", "mem", "sampling"},
     "glm53.request": {"model", "sched", "sampling", "tokenizer", "errors"},
-    "glm53.session": {"request", "persist", "model", "sched", "hip", "config", "sampling", "spec", "errors"},
+    "glm53.session": {"request", "persist", "sessionfile", "model", "sched", "hip", "config", "sampling", "spec", "errors"},
+    "glm53.prices": {"model", "kv", "mem", "sched", "config", "spec"},
+    "glm53.served": {"session", "request", "model", "sched", "errors"},
     "glm53.engine": {
         "session",
         "request",
@@ -56,7 +59,7 @@ LAYERS = {
     "glm53.cli_session": {"engine", "session", "request", "sessionfile", "options", "report", "config", "sampling", "errors"},
     "glm53.chat": {"engine", "session", "request", "persist", "sampling", "tokenizer", "errors"},
     "glm53.cli_chat": {"chat", "cli_session", "engine", "options", "report", "config", "sampling", "tokenizer", "errors"},
-    "glm53.serve": {"engine", "request", "sched", "sampling", "tokenizer", "errors"},
+    "glm53.serve": {"engine", "prices", "served", "session", "sessionfile", "request", "kv", "sched", "grammar", "sampling", "tokenizer", "errors"},
     "glm53.cli_serve": {"serve", "engine", "options", "report", "config", "errors"},
     "glm53.cli": {
         "cli_chat",

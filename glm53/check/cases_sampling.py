@@ -47,6 +47,7 @@ FILTERS = (
     Draw(temperature=5.0, top_k=7, top_p=0.3),
     Draw(temperature=2.0, top_p=0.8, min_p=0.5),
 )
+MASKS = (0.5, 0.0, 1.0, 0.01, 0.9, -1.0)  # share of tokens that may be drawn; 0: the first and the last one, -1: none at all
 ENDS = tuple(
     Draw(temperature=1.5, seed=seed, position=position)
     for seed in (0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1)
@@ -73,9 +74,32 @@ def mixed(rows: int) -> tuple[Draw, ...]:
             seed=int(rng.integers(0, 2**63)),
             position=int(rng.integers(0, 2**32)),
             logprobs=int(rng.integers(0, TOPS + 1)),
+            mask_row=int(rng.integers(-1, len(MASKS))),
         )
         for _ in range(rows)
     )
+
+
+def masked(draws: tuple[Draw, ...]) -> tuple[Draw, ...]:
+    """The same settings with the masks of `fill_masks` in turn, each third row without one."""
+    return tuple(replace(d, mask_row=i % len(MASKS) if i % 3 else -1) for i, d in enumerate(draws))
+
+
+def fill_masks(vocab: int) -> np.ndarray:
+    """[MASKS, vocab] bool, in the order of `MASKS`."""
+    rng = np.random.default_rng(vocab)
+    masks = np.stack([rng.random(vocab) < share for share in MASKS])
+    masks[MASKS.index(0.0), [0, vocab - 1]] = True, vocab > 1  # the first and the last token
+    masks[-1] = False
+    return masks
+
+
+def pack_masks(masks: np.ndarray) -> np.ndarray:
+    """[rows, mask_words(vocab)] uint32 of masks [rows, vocab] bool; bits past the end are set, which mean nothing."""
+    rows, vocab = masks.shape
+    words = np.ones((rows, 32 * sampling.mask_words(vocab)), np.uint8)
+    words[:, :vocab] = masks
+    return np.packbits(words, axis=1, bitorder="little").view(np.uint32)
 
 
 def fill_logits(kind: str, rows: int, vocab: int) -> np.ndarray:
@@ -116,23 +140,25 @@ def run_sample(kind: str, vocab: int, draws: tuple[Draw, ...], device: Device) -
     rows = len(draws)
     logits = fill_logits(kind, rows, vocab)
     seen = (np.random.default_rng(vocab).random((3, vocab)) < 0.4).astype(np.uint8)
-    want_tokens = np.array([reference.sample(logits[r], d, seen) for r, d in enumerate(draws)], np.int32)
+    allowed = fill_masks(vocab)
+    want_tokens = np.array([reference.sample(logits[r], d, seen, allowed) for r, d in enumerate(draws)], np.int32)
     want_logprobs = np.array([reference.log_probabilities(logits[r])[t] if t >= 0 else -np.inf for r, t in enumerate(want_tokens)], np.float32)
-    wanted = [reference.top_logprobs(logits[r], d.logprobs or 0, TOPS) for r, d in enumerate(draws)]
+    wanted = [reference.top_logprobs(logits[r], d.logprobs or 0 if want_tokens[r] >= 0 else 0, TOPS) for r, d in enumerate(draws)]
     with Bench(device) as bench, scratch_of(device, rows, vocab) as scratch:
-        marks = bench.put(seen)
+        marks, masks = bench.put(seen), bench.put(pack_masks(allowed))
 
         def run(of: slice) -> list[np.ndarray]:
-            count = len(draws[of])
+            count, every = len(draws[of]), [d.mask_row for d in draws[of]]
             outputs = [
                 bench.poison(DType.I32, (count,)),
                 bench.poison(DType.F32, (count,)),
                 bench.poison(DType.I32, (count, TOPS)),
                 bench.poison(DType.F32, (count, TOPS)),
             ]
-            params = bench.put(sampling.pack_rows([(d, d.seed, d.position, d.seen_row) for d in draws[of]]))
+            params = bench.put(sampling.pack_rows([(d, d.seed, d.position, d.seen_row) for d in draws[of]], every))
             tops, stage = (outputs[2], outputs[3]), sampling.Stage.of(draws[of])
-            sampling.sample(bench.stream, scratch, bench.put(logits[of]), params, marks, outputs[0], outputs[1], tops, stage)
+            given = masks if max(every) >= 0 else None  # rows without a mask have the same bits alone, where there are none
+            sampling.sample(bench.stream, scratch, bench.put(logits[of]), params, marks, outputs[0], outputs[1], tops, stage, masks=given)
             return [bench.read(output) for output in outputs]
 
         together = run(slice(0, rows))
@@ -182,6 +208,10 @@ CASES = [
     *(Case("sampling", kind, partial(run_sample, kind, 1000, seeded(FILTERS))) for kind in ("signed-zeros", "one-hot", "non-finite")),
     Case("sampling", "non-finite-3", partial(run_sample, "non-finite", 3, seeded(FILTERS))),
     *(Case("sampling", f"mixed-{kind}", partial(run_sample, kind, 100, mixed(400))) for kind in ("random", "steps", "flat", "equal")),
+    *(Case("sampling", f"masks-{vocab}", partial(run_sample, "random", vocab, masked(seeded(FILTERS)))) for vocab in (1, 31, 33, 257, 2051, 4096)),
+    *(Case("sampling", f"masks-{kind}", partial(run_sample, kind, 1000, masked(seeded(_BROAD)))) for kind in ("equal", "steps", "non-finite")),
+    Case("sampling", "masks-penalties", partial(run_sample, "random", 777, masked(seeded(_PENALTIES)))),
+    Case("sampling", "masks-released-vocabulary", partial(run_sample, "random", 154_880, masked(seeded(FILTERS[1::4])))),
     Case("sampling", "mixed-chunks", partial(run_sample, "flat", 6001, mixed(48))),
     Case("sampling", "mixed-chunks-aligned", partial(run_sample, "random", 6000, mixed(40))),
     Case("sampling", "seeds-and-positions", partial(run_sample, "random", 500, ENDS)),

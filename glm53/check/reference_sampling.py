@@ -16,7 +16,7 @@ _WORD = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Draw:
-    """Settings of one row, as `glm53.ops.sampling.pack_rows` takes them, with the seed, position and row of `seen`."""
+    """Settings of one row, as `glm53.ops.sampling.pack_rows` takes them, with the seed, position and rows of `seen` and of the masks."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -27,6 +27,7 @@ class Draw:
     position: int = 0
     seen_row: int = -1
     logprobs: int | None = None
+    mask_row: int = -1
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -71,14 +72,15 @@ def share_of(share: float, total: int) -> int:
     return min(max(whole + (whole < exact), 1), total)
 
 
-def adjusted(logits: np.ndarray, draw: Draw, seen: np.ndarray | None) -> np.ndarray:
-    """Logits after the repetition penalty; NaN is -inf."""
+def adjusted(logits: np.ndarray, draw: Draw, seen: np.ndarray | None, masks: np.ndarray | None = None) -> np.ndarray:
+    """Logits after the repetition penalty; NaN is -inf, and so are those that the mask [rows, vocab] bool leaves out."""
     values = logits.astype(_F32).copy()
     if seen is not None and draw.seen_row >= 0 and draw.repetition_penalty != 1.0:
         penalty, marked = _F32(draw.repetition_penalty), seen[draw.seen_row] != 0
         with np.errstate(over="ignore", invalid="ignore"):
             values = np.where(marked, np.where(values > 0, values / penalty, values * penalty), values).astype(_F32)
-    return np.where(np.isnan(values), _F32(-np.inf), values)
+    dropped = np.isnan(values) if masks is None or draw.mask_row < 0 else np.isnan(values) | ~masks[draw.mask_row]
+    return np.where(dropped, _F32(-np.inf), values)
 
 
 def masses(values: np.ndarray, draw: Draw) -> np.ndarray:
@@ -100,9 +102,10 @@ def masses(values: np.ndarray, draw: Draw) -> np.ndarray:
     return filtered
 
 
-def sample(logits: np.ndarray, draw: Draw, seen: np.ndarray | None = None) -> int:
-    """The token of one row: logits [vocab] f32, seen [sessions, vocab] or None. -1 if no logit is above -inf."""
-    values = adjusted(logits, draw, seen)
+def sample(logits: np.ndarray, draw: Draw, seen: np.ndarray | None = None, masks: np.ndarray | None = None) -> int:
+    """The token of one row: logits [vocab] f32, seen [sessions, vocab] or None, masks [rows, vocab] bool or None. -1 if no logit that may be drawn
+    is above -inf."""
+    values = adjusted(logits, draw, seen, masks)
     if values.max() == -np.inf:
         return -1
     if draw.temperature == 0:

@@ -15,7 +15,7 @@ made. Other sessions lose nothing: they wait for the drain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from glm53.kv import host_lives
 from glm53.kv.blocks import DeviceBlocks
 from glm53.kv.extents import HostExtents
 from glm53.kv.host_passes import FullPass, StepPass, StreamPass
-from glm53.kv.passes import Pass, PassRows, RowLayout, extent_spans
+from glm53.kv.passes import Pass, PassRows, RowLayout
 from glm53.mem.extents import ExtentPool
 from glm53.mem.history import COPY_ROWS, CopyBatch, History, Rollback
 from glm53.mem.pool import Life
@@ -123,6 +123,7 @@ class HostTier:
         self.sessions: dict[int, Session] = {}
         self.parked: list[History] = []  # without a slot
         self._free_slots = list(range(config.sessions_max - 1, -1, -1))
+        self._closed_counters = np.zeros((len(layout.groups), hotcache.COUNTERS), np.int64)  # of sessions that have been closed, by group
         self._undrained = False  # a failed call may have left work on a stream that no other stream waits for
         self.hot_plane_bytes = config.hot_rows * layout.row_bytes
         self.group_planes_max = max(len(group) for group in layout.groups)
@@ -201,6 +202,7 @@ class HostTier:
                 steps.callback(event.close)
             steps.callback(self._free_slots.append, slot)
             steps.callback(session.history.close)
+            steps.callback(self._count_closed, slot)
             self._undrained = True  # until it is drained: whoever gets the hot buffer or the extents waits for it
             self._drain()
 
@@ -218,6 +220,24 @@ class HostTier:
 
     def discard(self, parked: History) -> None:
         host_lives.discard(self, parked)
+
+    def new_parked(self, rows: int) -> History:
+        return host_lives.new_parked(self)
+
+    def adopt_parked(self, parked: History, first: int, data: np.ndarray) -> None:
+        assert first == parked.rows, f"row {first} behind {parked.rows} rows"
+        self.host.reserve(parked, first + data.shape[1])  # piece by piece, so that no caller's turn is long
+        host_lives.write(self, parked, data)
+
+    def export_parked(self, parked: History, first: int, target: np.ndarray) -> None:
+        host_lives.export(self, parked, first, target)
+
+    def fork_parked(self, parked: History, rows: int) -> History:
+        return host_lives.fork_parked(self, parked, rows)
+
+    def truncate_parked(self, parked: History, rows: int) -> History:
+        parked.rolled_back(parked.truncate(rows))
+        return parked
 
     def rows(self, slot: int) -> int:
         return self.sessions[slot].rows
@@ -262,37 +282,22 @@ class HostTier:
 
     def export(self, slot: int, first: int, target: np.ndarray) -> None:
         """See `Tier`. Uses neither device nor streams."""
-        session, rows = self.sessions[slot], target.shape[1]
-        assert first + rows <= session.history.committed_rows, f"export to row {first + rows}, {session.history.committed_rows} are committed"
-        for extent, row, count, done in extent_spans(first, rows, self.shape.extent_rows):
-            for planes, view in self._host_planes(session.history.addresses[extent]):
-                target[planes, done : done + count] = view[:, row : row + count]
+        host_lives.export(self, self.sessions[slot].history, first, target)
 
     def adopt(self, slot: int, data: np.ndarray, rows_max: int) -> None:
         """See `Tier`. The cache stays cold."""
         session, first, rows = self.sessions[slot], self.rows(slot), data.shape[1]
         self.ready([slot])
-        missing = self.shape.extents_for(rows_max) - session.history.reserved_rows // self.shape.extent_rows - self.pool.free
-        if missing > 0:
-            self.host.prepare(missing * self.shape.extent_bytes, None)  # chunk by chunk, several at a time
+        host_lives.make_room(self, session.history, rows_max)
         self.reserve(session, max(rows_max, first + rows))
         try:
             if session.full:
                 self.leave_full(session)
-            for extent, row, count, done in extent_spans(first, rows, self.shape.extent_rows):
-                for planes, view in self._host_planes(session.history.addresses[extent]):
-                    view[:, row : row + count] = data[planes, done : done + count]
-            session.history.bypass(rows)
+            host_lives.write(self, session.history, data)
             self.upload_states(session)
         except BaseException:
             self.drop(slot, first)
             raise
-
-    def _host_planes(self, address: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """The bytes of an extent by selection group: (planes, [planes, extent_rows, row_bytes] u8 view)."""
-        for group, view in enumerate(self.shape.views(self.host.view(address, self.shape.extent_bytes))):
-            first = self.shape.first_plane(group)
-            yield slice(first, first + view.shape[1]), view.swapaxes(0, 1)
 
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows: waits for copies of the others, makes their slots unfindable in stream order. Done also where it raises."""
@@ -324,14 +329,28 @@ class HostTier:
             self.drop(slot, session.rows)
             raise
 
+    def pending_rows(self) -> int:
+        """Rows of all sessions that are not known to be in host memory yet."""
+        return sum(session.rows - min(session.history.committed_rows, session.rows) for session in self.sessions.values())
+
     def counters(self) -> dict[int, np.ndarray]:
         """Counters of each open session: [groups, 8] u64, in the order of `hotcache.Counter`. Waits for the device."""
         every = self.slot_tables.counters.numpy(self.stream)
         return {slot: every[slot] for slot in self.sessions}
 
+    def _count_closed(self, slot: int) -> None:
+        self._closed_counters += self.slot_tables.counters.slice(slot, slot + 1).numpy(self.stream)[0].astype(np.int64)
+
     def counter_totals(self) -> dict[str, int]:
         """Sums over groups and over the sessions last opened in each slot, by counter name, and the bytes that misses brought from host memory."""
-        every = self.slot_tables.counters.numpy(self.stream).astype(np.int64)
+        return self._named_totals(self.slot_tables.counters.numpy(self.stream).astype(np.int64))
+
+    def counter_totals_since_start(self) -> dict[str, int]:
+        """As `counter_totals`, of every session that there ever was: these only grow. Waits for the device."""
+        return self._named_totals(np.array([self._closed_counters, *self.counters().values()], np.int64))
+
+    def _named_totals(self, every: np.ndarray) -> dict[str, int]:
+        """every: counters [sessions, groups, 8]."""
         totals = {counter.name.lower(): int(every[:, :, counter].sum()) for counter in hotcache.Counter}
         planes = np.array([len(group) for group in self.layout.groups])
         fetched = every[:, :, hotcache.Counter.MISSES] + every[:, :, hotcache.Counter.UNCACHED]

@@ -138,6 +138,21 @@ class Tier(Protocol):
     def discard(self, parked: Any) -> None:
         """Gives up a history that was detached."""
 
+    def new_parked(self, rows: int) -> Any:
+        """A history as `detach` gives it, empty, for up to `rows` rows. Raises with nothing taken."""
+
+    def adopt_parked(self, parked: Any, first: int, data: np.ndarray) -> None:
+        """Rows [first, ..) of a detached history, data [planes, rows, row_bytes] u8; they come in order. Raises DeviceMemoryError with none added."""
+
+    def export_parked(self, parked: Any, first: int, target: np.ndarray) -> None:
+        """As `export`, of a detached history. Uses neither device nor streams."""
+
+    def fork_parked(self, parked: Any, rows: int) -> Any:
+        """Another detached history with the first `rows` rows of one; full extents are shared. Raises with nothing taken."""
+
+    def truncate_parked(self, parked: Any, rows: int) -> Any:
+        """The detached history with its first `rows` rows alone. Takes no device memory."""
+
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows, also where it raises."""
 

@@ -79,6 +79,21 @@ class ResidentTier:
     def discard(self, parked: np.ndarray) -> None:
         pass
 
+    def new_parked(self, rows: int) -> np.ndarray:
+        return np.empty((self.store.shape.planes, rows, self.store.shape.row_bytes), np.uint8)
+
+    def adopt_parked(self, parked: np.ndarray, first: int, data: np.ndarray) -> None:
+        parked[:, first : first + data.shape[1]] = data
+
+    def export_parked(self, parked: np.ndarray, first: int, target: np.ndarray) -> None:
+        target[:] = parked[:, first : first + target.shape[1]]
+
+    def fork_parked(self, parked: np.ndarray, rows: int) -> np.ndarray:
+        return parked[:, :rows].copy()
+
+    def truncate_parked(self, parked: np.ndarray, rows: int) -> np.ndarray:
+        return parked[:, :rows].copy()
+
     def truncate(self, slot: int, rows: int) -> None:
         self.store.truncate(slot, rows)
 

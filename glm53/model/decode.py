@@ -142,7 +142,8 @@ class Decoder:
         self._next_depth = 0
 
     def launch(self, rows: Sequence[StepRow], depth: int = 0) -> Ticket:
-        """Enqueues one step of these rows, each with `depth` drafts. Raises with no row added; what other steps draw can still be collected."""
+        """Enqueues one step of these rows, each with `depth` drafts: none where a row has a mask, which is of one token. Raises with no row added;
+        what other steps draw can still be collected."""
         every = tuple(rows)
         if not self._follows(every, depth):
             self.settle()
@@ -154,12 +155,16 @@ class Decoder:
         if not self._in_flight or self._in_flight[-1] is not ticket:
             return None
         rows, depth = ticket.rows, ticket.depth
+        if any(row.draw.mask is not None for row in rows):
+            return None
         if any(self.stage.phase_ends(row.slot, self._pending(row.slot) + rows_ahead(depth)) for row in rows if depth):
             return None
         return self._enqueue(rows if depth else tuple(row.following(1) for row in rows), depth)
 
     def _follows(self, rows: tuple[StepRow, ...], depth: int) -> bool:
-        """Whether the devices have tokens and drafts of these rows, from the step launched last."""
+        """Whether the devices have tokens and drafts of these rows, from the step launched last. Masks come from the host, for each step anew."""
+        if any(row.draw.mask is not None for row in (*rows, *self._next)):
+            return False
         key = lambda row: (row.draw.slot, row.draw.position, row.draw.seed)
         return not self._in_flight and depth == self._next_depth and bool(rows) and [key(row) for row in rows] == [key(row) for row in self._next]
 

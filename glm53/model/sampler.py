@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,12 +24,16 @@ class Drawn:
 
 @dataclass(frozen=True)
 class DrawRow:
-    """How one row draws: penalty marks of session `slot`, settings, seed, and the position of the token drawn."""
+    """How one row draws: penalty marks of session `slot`, settings, seed, and the position of the token drawn.
+
+    mask [mask_words(vocab)] u32: the tokens that it may draw; None: all of them.
+    """
 
     slot: int
     params: SamplingParams
     seed: int
     position: int
+    mask: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,19 @@ class DrawKind:
 
     tops: bool  # the most probable tokens are wanted
     penalises: bool  # penalty marks are read and kept
+    masks: bool  # some row may not draw every token
     stage: sampling.Stage
 
     @classmethod
     def of(cls, rows: Sequence[DrawRow]) -> DrawKind:
         every = [row.params for row in rows]
-        return cls(any(params.logprobs for params in every), any(params.penalises for params in every), sampling.Stage.of(every))
+        masks = any(row.mask is not None for row in rows)
+        return cls(any(params.logprobs for params in every), any(params.penalises for params in every), masks, sampling.Stage.of(every))
 
 
 class Sampler:
-    """Device state of the sampler: parameters, results and scratch of at most `rows_max` rows, marks of seen tokens of
-    `sessions_max` sessions (made when first needed)."""
+    """Device state of the sampler: parameters, results and scratch of at most `rows_max` rows; of `sessions_max` sessions a mask and marks of
+    seen tokens (these made when first needed)."""
 
     def __init__(self, device: Device, stream: Stream, rows_max: int, sessions_max: int, vocab: int):
         self.device, self.stream, self.sessions_max, self.vocab = device, stream, sessions_max, vocab
@@ -59,6 +65,7 @@ class Sampler:
         self.top_ids = make(DType.I32, rows_max, LOGPROBS_MAX)
         self.top_logprobs = make(DType.F32, rows_max, LOGPROBS_MAX)
         self.scratch = sampling.SampleScratch.make(device, rows_max, vocab, category="sampling")
+        self.masks = make(DType.U32, sessions_max, sampling.mask_words(vocab))
         self.seen: Array | None = None
 
     def begin(self, slot: int, prompt: Sequence[int] | None) -> None:
@@ -72,9 +79,14 @@ class Sampler:
         self.seen.slice(slot, slot + 1).upload(marks, self.stream)
 
     def upload(self, rows: Sequence[DrawRow], own_marks: bool = False) -> None:
-        """Settings of the rows that the next launches draw for. own_marks: row i of them has row i of the marks, not its session's."""
+        """Settings and masks of the rows that the next launches draw for; of a session at most one row has a mask. own_marks: row i of them has row i
+        of the marks, not its session's."""
         marks = [(index if own_marks else row.slot) if row.params.penalises else -1 for index, row in enumerate(rows)]
-        packed = sampling.pack_rows([(row.params, row.seed, row.position, mark) for row, mark in zip(rows, marks, strict=True)])
+        masks = [-1 if row.mask is None else row.slot for row in rows]
+        packed = sampling.pack_rows([(row.params, row.seed, row.position, mark) for row, mark in zip(rows, marks, strict=True)], masks)
+        for row in rows:
+            if row.mask is not None:
+                self.masks.slice(row.slot, row.slot + 1).upload(row.mask[None], self.stream)
         self.params.slice(0, len(rows)).upload(packed, self.stream)
 
     def tops(self, count: int, kind: DrawKind) -> tuple[Array, Array] | None:
@@ -87,7 +99,8 @@ class Sampler:
         cut = lambda array: array.slice(0, count)
         seen = self.seen if kind.penalises else None
         outputs = (cut(self.tokens), cut(self.logprobs), self.tops(count, kind))
-        sampling.sample(self.stream, self.scratch, logits, cut(self.params), seen, *outputs, stage=kind.stage, marks=True)
+        masks = self.masks if kind.masks else None
+        sampling.sample(self.stream, self.scratch, logits, cut(self.params), seen, *outputs, stage=kind.stage, marks=True, masks=masks)
 
     def draw(self, logits: Array, rows: Sequence[DrawRow]) -> list[Drawn]:
         """One token per row of logits [rows, vocab] f32, now. Waits for the device."""

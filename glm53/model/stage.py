@@ -21,6 +21,7 @@ from glm53.model.forward import REPLICATED, PromptRows, Walk, Workspace
 from glm53.model.pair import Pair, Passed
 from glm53.model.side import Side
 from glm53.model.step import Drawing
+from glm53.spec import DType
 
 Meet = Callable[[Sequence[Passed]], None]
 
@@ -38,7 +39,7 @@ def together(walks: Sequence[Walk], meet: Meet) -> None:
 @dataclass
 class Parked:
     """A session without devices: each side's history as its tier keeps it, index keys [planes, rows, key_bytes] u8 of all sides, and the MTP layer's
-    state [hidden], None without it."""
+    state [hidden], None without it. Once complete its arrays are never written: forks share them."""
 
     rows: int
     histories: tuple[Any, ...]
@@ -163,6 +164,33 @@ class Stage:
         for side, history in zip(self.sides, parked.histories, strict=True):
             side.tier.discard(history)
 
+    def new_parked(self, rows: int) -> Parked:
+        """A parked session with room for `rows` rows, which `adopt` brings. Raises with nothing taken."""
+        shape = self.first.keys.shape
+        keys = np.empty((shape.planes, rows, shape.row_bytes), np.uint8)
+        return Parked(rows, self._on_every_side([partial(side.tier.new_parked, rows) for side in self.sides]), keys, None)
+
+    def fork_parked(self, parked: Parked, rows: int) -> Parked:
+        """A parked session with the first `rows` rows of another one. No slot is needed. Raises with nothing taken."""
+        calls = [partial(side.tier.fork_parked, history, rows) for side, history in zip(self.sides, parked.histories, strict=True)]
+        terminal = parked.terminal if rows == parked.rows else None
+        return Parked(rows, self._on_every_side(calls), parked.keys[:, :rows], terminal)
+
+    def truncate_parked(self, parked: Parked, rows: int) -> None:
+        """Keeps the first `rows` rows of a parked session."""
+        parked.histories = tuple(side.tier.truncate_parked(history, rows) for side, history in zip(self.sides, parked.histories, strict=True))
+        parked.rows, parked.keys, parked.terminal = rows, parked.keys[:, :rows], parked.terminal if rows == parked.rows else None
+
+    def _on_every_side(self, calls: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
+        """Detached histories that the calls make, one a side."""
+        with ExitStack() as undo:
+            made: list[Any] = []
+            for side, call in zip(self.sides, calls, strict=True):
+                made.append(call())
+                undo.callback(side.tier.discard, made[-1])
+            undo.pop_all()
+        return tuple(made)
+
     def truncate(self, slot: int, rows: int) -> None:
         """Keeps the first `rows` rows, also where it raises."""
         with ExitStack() as steps:  # each has its turn, whatever another one raises
@@ -177,10 +205,12 @@ class Stage:
         for side in self.sides:
             side.tier.settle(slot)
 
-    def export(self, slot: int, section: str, first: int, target: np.ndarray) -> None:
+    def export(self, slot: int | Parked, section: str, first: int, target: np.ndarray) -> None:
         """Copies what a session file keeps of settled rows from `first` on: target [planes, rows, row_bytes] u8. section: "rows", those of the owner,
         "keys", of every side those that it has, or "mtp.hidden", what the owner's MTP layer knows of the last row."""
-        if section == "rows":
+        if isinstance(slot, Parked):
+            self._export_parked(slot, section, first, target)
+        elif section == "rows":
             self.first.tier.export(slot, first, target)
         elif section == "mtp.hidden":
             assert self.first.drafter is not None, "a hidden row without an MTP layer"
@@ -189,9 +219,20 @@ class Stage:
             for side in self.sides:
                 side.keys.export(slot, first, target)
 
-    def adopt(self, slot: int, section: str, data: np.ndarray, rows_max: int) -> None:
+    def _export_parked(self, parked: Parked, section: str, first: int, target: np.ndarray) -> None:
+        if section == "rows":
+            self.first.tier.export_parked(parked.histories[0], first, target)
+        elif section == "keys":
+            target[:] = parked.keys[:, first : first + target.shape[1]]
+        else:
+            target[:] = 0 if parked.terminal is None else parked.terminal.view(np.uint8).reshape(target.shape)
+
+    def adopt(self, slot: int | Parked, section: str, first: int, data: np.ndarray, rows_max: int) -> None:
         """The counterpart of `export`: appends to the rows, or to the keys, of every side; in the end there are `rows_max`. Planes of the MTP layer
         that are lacking become zeros; those that are too many are left out. Raises with the history in a state that only `close` is for."""
+        if isinstance(slot, Parked):
+            self._adopt_parked(slot, section, first, data)
+            return
         for side in self.sides:
             if section == "mtp.hidden":
                 if side.drafter is not None:
@@ -199,6 +240,16 @@ class Stage:
                 continue
             store, planes = (side.tier, side.tier.layout.planes) if section == "rows" else (side.keys, side.keys.shape.planes)
             store.adopt(slot, _with_planes(data, planes), rows_max)
+
+    def _adopt_parked(self, parked: Parked, section: str, first: int, data: np.ndarray) -> None:
+        if section == "keys":
+            parked.keys[:, first : first + data.shape[1]] = _with_planes(data, len(parked.keys))
+        elif section == "rows":
+            for side, history in zip(self.sides, parked.histories, strict=True):
+                side.tier.adopt_parked(history, first, _with_planes(data, side.tier.layout.planes))
+        elif self.first.drafter is not None:
+            whole = self.first.drafter.terminal.dtype is DType.F32
+            parked.terminal = data.reshape(-1).copy().view(np.float32 if whole else np.uint16)  # as `state` gives it
 
     def chunk_rows(self, slot: int, wanted: int) -> int:
         """How many of `wanted` prompt rows the next pass may hold."""

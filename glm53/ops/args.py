@@ -249,6 +249,8 @@ class sample_row(Args):
         ("repetition_penalty", c_float),
         ("top_k", c_uint32),  # 0: off
         ("n_logprobs", c_uint32),  # 0 to max_logprobs
+        ("mask_row", c_int32),  # row of `masks`, -1: every token may be drawn
+        ("_pad", c_uint32),
     ]
 
 
@@ -257,7 +259,7 @@ class sample_chunk(Args):
 
     _fields_ = [
         ("raw", c_uint64),  # entry of the largest raw logit
-        ("best", c_uint64),  # of the largest after the repetition penalty
+        ("best", c_uint64),  # of the largest allowed one after the repetition penalty
         ("mass", c_uint64),  # of the tokens that are kept for sure
         ("sum", c_float),  # sum exp(l - largest) of the raw logits
         ("_pad", c_uint32),
@@ -271,7 +273,7 @@ class sample_state(Args):
         ("mass_before", c_uint64),  # of the bins before `sure`
         ("total", c_uint64),  # mass of the row before any filter
         ("raw_key", c_uint32),  # order key of the largest raw logit
-        ("key", c_uint32),  # of the largest after the repetition penalty
+        ("key", c_uint32),  # of the largest allowed one after the repetition penalty
         ("log_total", c_float),  # log(sum exp(l - largest)) of the raw logits
         ("sure", c_uint32),  # tokens of the bins before are kept
         ("last", c_uint32),  # tokens of the bins after are dropped
@@ -282,14 +284,15 @@ class sample_state(Args):
 
 
 class sample_args(Args):
-    """Draws one token per row: repetition penalty, temperature, top-k, top-p, min-p, then the inverse distribution at a Philox 4x32-10 draw
-    keyed by (seed, position). Log-probabilities are those of the raw logits (before penalty, temperature and filters). Of all three kernels."""
+    """Draws one token per row: mask, repetition penalty, temperature, top-k, top-p, min-p, then the inverse distribution at a Philox 4x32-10 draw
+    keyed by (seed, position). Log-probabilities are those of the raw logits (before mask, penalty, temperature and filters). Of all three kernels."""
 
     _fields_ = [
         ("logits", c_void_p),  # [rows, vocab] f32
         ("params", c_void_p),  # [rows] sample_row
         ("seen", c_void_p),  # [.., vocab] u8, 1: the token stands in the prompt or output; null if no row has a penalty
-        ("tokens", c_void_p),  # [rows] i32 out; -1 if no logit is above -inf
+        ("masks", c_void_p),  # [.., ceil(vocab / 32)] u32, bit i of word w: token 32 w + i may be drawn; null if no row has a mask
+        ("tokens", c_void_p),  # [rows] i32 out; -1 if no logit that may be drawn is above -inf
         ("logprobs", c_void_p),  # [rows] f32 out: of the token drawn; or null
         ("top_ids", c_void_p),  # [rows, max_logprobs] i32 out, or null
         ("top_logprobs", c_void_p),  # [rows, max_logprobs] f32 out, or null

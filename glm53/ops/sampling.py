@@ -41,10 +41,18 @@ class DrawSettings(Protocol):
     def logprobs(self) -> int | None: ...
 
 
-def pack_rows(rows: Sequence[tuple[DrawSettings, int, int, int]]) -> np.ndarray:
-    """[rows, ROW_BYTES] uint8 for `sample`. Each row: (settings, seed in [0, 2^64), position of the token drawn, row of `seen` or -1)."""
+def mask_words(vocab: int) -> int:
+    """Words of a row of `masks`: a bit a token, the lowest of word 0 first."""
+    return ceil_div(vocab, 32)
+
+
+def pack_rows(rows: Sequence[tuple[DrawSettings, int, int, int]], mask_rows: Sequence[int] | None = None) -> np.ndarray:
+    """[rows, ROW_BYTES] uint8 for `sample`. Each row: (settings, seed in [0, 2^64), position of the token drawn, row of `seen` or -1).
+
+    mask_rows: of each row its row of `masks` or -1; None: no row has one.
+    """
     packed = (sample_row * len(rows))()
-    for row, (settings, seed, position, seen_row) in zip(packed, rows, strict=True):
+    for row, mask_row, (settings, seed, position, seen_row) in zip(packed, mask_rows or [-1] * len(rows), rows, strict=True):
         row.seed = seed
         row.position = position
         row.seen_row = seen_row
@@ -54,6 +62,7 @@ def pack_rows(rows: Sequence[tuple[DrawSettings, int, int, int]]) -> np.ndarray:
         row.repetition_penalty = settings.repetition_penalty
         row.top_k = settings.top_k
         row.n_logprobs = settings.logprobs or 0
+        row.mask_row = mask_row
     return np.frombuffer(bytes(packed), np.uint8).reshape(len(rows), ROW_BYTES).copy()
 
 
@@ -144,16 +153,18 @@ def sample(
     tops: tuple[Array, Array] | None,
     stage: Stage = Stage.CUT,
     marks: bool = False,
+    masks: Array | None = None,
 ) -> None:
-    """tokens[r]: drawn from logits[r] by repetition penalty, temperature, top-k, top-p, min-p, then Philox 4x32-10 at (seed, position).
+    """tokens[r]: drawn from logits[r] by mask, repetition penalty, temperature, top-k, top-p, min-p, then Philox 4x32-10 at (seed, position).
 
     logits [rows, vocab] f32, params [rows, ROW_BYTES] u8 from `pack_rows`, seen [sessions, vocab] u8 (1: penalised; None: no row has a
     penalty), tokens [rows] i32, logprobs [rows] f32: of the token drawn, by the raw logits. tops: ids [rows, n] i32 and logprobs [rows, n]
     f32 of the most probable tokens, descending, -1 and -inf past a row's n_logprobs; n <= 32. vocab <= 524,288, rows <= 65,535. Ties to the
-    lowest token. Token -1 and log-probability -inf if no logit is above -inf; NaN counts as -inf. The token is a function of the row's
-    logits and settings alone, the same on every device (integer probabilities, see sampling.hip). stage: at least `Stage.of` the rows'
-    settings; more costs time and changes nothing. marks: sets seen[seen_row, token] for every row with a row of `seen`; then no two rows may
-    share one. Raises ContractError.
+    lowest token. Token -1 and log-probability -inf if no logit that may be drawn is above -inf; NaN counts as -inf. The token is a function of
+    the row's logits, settings and mask alone, the same on every device (integer probabilities, see sampling.hip). stage: at least `Stage.of` the
+    rows' settings; more costs time and changes nothing. marks: sets seen[seen_row, token] for every row with a row of `seen`; then no two rows
+    may share one. masks [.., mask_words(vocab)] u32: bits of the tokens that rows with a mask_row may draw; None: no row has one. Raises
+    ContractError.
     """
     d = Dims("sample")
     d.match("logits", logits, "rows", "vocab", dtype=DType.F32)
@@ -171,6 +182,9 @@ def sample(
         n_max = stream.device.kernel("sample_best").constants["logprobs_max"]
         d.require(d["n"] <= n_max, f"top ids dim 1 is {d['n']}, expected at most {n_max}")
         args.top_ids, args.top_logprobs, args.max_logprobs = tops[0].address, tops[1].address, d["n"]
+    if masks is not None:
+        d.match("masks", masks, "mask rows", mask_words(d["vocab"]), dtype=DType.U32)
+        args.masks = masks.address
     scratch.bind(d, args)
     grid = (args.blocks, d["rows"], 1)
     launch(stream, "sample_best", grid, args)

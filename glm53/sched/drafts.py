@@ -29,6 +29,12 @@ class DepthPolicy:
         self._rounds = 0
         self._depth, self._trial_left = min(3, depth_max), 0
 
+    def heir(self) -> DepthPolicy:
+        """A new one that knows what was accepted, and no times."""
+        made = DepthPolicy(self.depth_max)
+        made._acceptance, made._depth = self._acceptance.copy(), self._depth
+        return made
+
     def depth(self) -> int:
         """For the next round."""
         return self._depth
@@ -77,3 +83,19 @@ class DepthPolicy:
         """AssertionError if an invariant does not hold."""
         assert all(0.0 <= rate <= 1.0 for rate in self._acceptance), self._acceptance
         assert 0 <= self._depth <= self.depth_max, self._depth
+
+
+class LoadPolicy:
+    """A `DepthPolicy` for steps of 1, 2, 3 to 4, 5 to 8, .. rows: with many rows a step reads most weights anyway, and drafts pay less."""
+
+    def __init__(self, depth_max: int):
+        self._depth_max = depth_max
+        self._by_size: dict[int, DepthPolicy] = {}
+
+    def of(self, rows: int) -> DepthPolicy:
+        """The one for steps of so many rows without their drafts. It begins with what a policy for the next smaller size has found."""
+        size = (rows - 1).bit_length()
+        if size not in self._by_size:
+            smaller = [known for known in self._by_size if known < size]
+            self._by_size[size] = self._by_size[max(smaller)].heir() if smaller else DepthPolicy(self._depth_max)
+        return self._by_size[size]

@@ -1,7 +1,8 @@
 """Which request an engine works on next. Pure: events in (`add`, `finish`), actions out (`next`), no clock, no randomness.
 
 A request moves WAITING → PREFILLING → DECODING; `finish` removes it from anywhere, at any time. It holds a session from its first chunk on, and
-`sessions_max` of them are there. The free ones belong to the requests that have waited longest, in order of arrival.
+`sessions_max` of them are there. The free ones belong to the requests that have waited longest, in order of arrival. `park` takes the session of a
+decoding request away, `resume` gives it one again.
 
 `chunks_per_step` says how prompts and decode steps share the device. None, for a batch that starts and ends together: prompts first. N, for serving:
 while some request decodes, at most N chunks of prompt rows lie between two steps, and while some prompt could go on, one step lies between two groups
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 TURN_STEPS = 32  # steps that a group of decoding requests keeps its place, if others wait for one
 
@@ -36,6 +37,7 @@ class Ticket:
 
     serial: int
     prompt_rows: int
+    order: int  # of arrival here
     phase: Phase = Phase.WAITING
     prefilled_rows: int = 0
     last_turn: int = 0  # the turn in which it last had a place among the decoding rows, or got its first token
@@ -67,14 +69,15 @@ class Queue:
         self.decode_max = min(decode_max, sessions_max) or sessions_max
         self._waiting: dict[int, Ticket] = {}  # by serial, in order of arrival
         self._running: dict[int, Ticket] = {}  # in the order in which they got their sessions
-        self._next_serial = 0
+        self._parked: dict[int, Ticket] = {}
+        self._next_serial, self._order = 0, count()
         self._chunks = 0  # since the last step
         self._shortest_next = False  # whose turn the next chunk is
         self._turn, self._turn_steps = 0, 0
         self._places: list[int] = []  # serials that decode in this turn
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + len(self._running) + len(self._parked)
 
     @property
     def waiting(self) -> int:
@@ -86,12 +89,32 @@ class Queue:
         """Requests that hold a session."""
         return len(self._running)
 
-    def add(self, prompt_rows: int) -> int:
-        """A new request with a prompt of `prompt_rows` >= 1 rows; returns its serial."""
-        assert prompt_rows >= 1
-        serial, self._next_serial = self._next_serial, self._next_serial + 1
-        self._waiting[serial] = Ticket(serial, prompt_rows)
+    def add(self, prompt_rows: int, serial: int | None = None, done_rows: int = 0) -> int:
+        """A new request with a prompt of `prompt_rows` >= 1 rows, the first `done_rows` of which are there already; returns its serial, which is the
+        caller's if that gives one."""
+        assert prompt_rows >= 1 and 0 <= done_rows < prompt_rows
+        if serial is None:
+            serial, self._next_serial = self._next_serial, self._next_serial + 1
+        assert serial not in self._waiting and serial not in self._running and serial not in self._parked
+        self._waiting[serial] = Ticket(serial, prompt_rows, next(self._order), prefilled_rows=done_rows)
         return serial
+
+    def prompt_left(self, serial: int) -> int:
+        """Rows of a request's prompt that no chunk has been given out for; 0 for one that decodes."""
+        ticket = self._running.get(serial) or self._waiting.get(serial)
+        return 0 if ticket is None else ticket.prompt_rows - ticket.prefilled_rows
+
+    def park(self, serial: int) -> None:
+        """A decoding request gives its session back until `resume`."""
+        ticket = self._running.pop(serial)
+        assert ticket.phase is Phase.DECODING, f"request {serial} is parked while it is {ticket.phase.value}"
+        self._parked[serial] = ticket
+        self._leave(serial)
+
+    def resume(self, serial: int) -> None:
+        """A parked request decodes again."""
+        assert len(self._running) < self.sessions_max
+        self._running[serial] = self._parked.pop(serial)
 
     def next(self) -> Prefill | Step | None:
         """The next action, or None when there is no request. A chunk or step counts as done once it is returned."""
@@ -105,7 +128,7 @@ class Queue:
     def _prompts(self) -> list[Ticket]:
         """Requests whose prompt may get the next chunk, in order of arrival: those with a session, and as many waiting ones as sessions are free."""
         prompts = [t for t in self._running.values() if t.phase is Phase.PREFILLING]
-        return sorted((*prompts, *islice(self._waiting.values(), self.sessions_max - len(self._running))), key=lambda t: t.serial)
+        return sorted((*prompts, *islice(self._waiting.values(), self.sessions_max - len(self._running))), key=lambda t: t.order)
 
     def _chunk(self, prompts: list[Ticket]) -> Prefill:
         ticket = prompts[0]
@@ -116,7 +139,7 @@ class Queue:
         if ticket.phase is Phase.WAITING:
             self._running[ticket.serial] = self._waiting.pop(ticket.serial)
         start = ticket.prefilled_rows
-        stop = min(start + self.chunk_rows, ticket.prompt_rows)
+        stop = min(start - start % self.chunk_rows + self.chunk_rows, ticket.prompt_rows)
         last = stop == ticket.prompt_rows
         ticket.prefilled_rows = stop
         ticket.phase = Phase.DECODING if last else Phase.PREFILLING
@@ -145,17 +168,22 @@ class Queue:
 
     def finish(self, serial: int) -> None:
         """The request has ended (stop, length, error or cancelled) and holds nothing any more."""
-        if self._waiting.pop(serial, None) is None:
+        if self._waiting.pop(serial, None) is None and self._parked.pop(serial, None) is None:
             del self._running[serial]
-            if serial in self._places:
-                self._places.remove(serial)
+            self._leave(serial)
+
+    def _leave(self, serial: int) -> None:
+        if serial in self._places:
+            self._places.remove(serial)
 
     def check(self) -> None:
         """AssertionError if an invariant does not hold."""
         assert len(self._running) <= self.sessions_max, "more running requests than sessions"
-        assert not self._waiting.keys() & self._running.keys()
-        assert list(self._waiting) == sorted(self._waiting), "the waiting ones are not in order of arrival"
-        assert all(t.phase is Phase.WAITING and t.prefilled_rows == 0 for t in self._waiting.values())
+        assert len(self._waiting.keys() | self._running.keys() | self._parked.keys()) == len(self)
+        orders = [ticket.order for ticket in self._waiting.values()]
+        assert orders == sorted(orders), "the waiting ones are not in order of arrival"
+        assert all(t.phase is Phase.WAITING and t.prefilled_rows < t.prompt_rows for t in self._waiting.values())
+        assert all(t.phase is Phase.DECODING for t in self._parked.values())
         for ticket in self._running.values():
             assert 0 < ticket.prefilled_rows <= ticket.prompt_rows
             assert ticket.phase is (Phase.DECODING if ticket.prefilled_rows == ticket.prompt_rows else Phase.PREFILLING)

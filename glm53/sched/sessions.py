@@ -66,12 +66,16 @@ class Life:
 
     def go(self, state: SessionState, call: str) -> None:
         """Raises LifetimeError, naming the call, where this state does not follow; the state stays then."""
+        self.check(state, call)
+        self.state = state
+
+    def check(self, state: SessionState, call: str) -> None:
+        """Raises LifetimeError where `go` would."""
         if state not in _FOLLOW[self.state]:
             after = {SessionState.CLOSED: "open another one", SessionState.FAILED: "close it and open the engine again"}.get(
                 self.state, "wait for it"
             )
             raise LifetimeError(f"{call}: the session is {self.state.value}; next: {after}")
-        self.state = state
 
     def rest(self, rows: int) -> None:
         """Work has ended, the session has so many rows."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from glm53.request import Chunk, TokenLogprob
 from glm53.serve.reasoning import Splitter
+from glm53.serve.tools import CallPart, ToolParser
 from glm53.tokenizer import Tokenizer
 
 LOGPROB_MIN = -9999.0  # JSON has no infinity; the value that vLLM sends
@@ -21,18 +22,26 @@ class Piece:
 
     reasoning: str
     text: str
+    calls: list[CallPart]
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str | None
+
+    @property
+    def silent(self) -> bool:
+        """Whether it says nothing."""
+        return not (self.reasoning or self.text or self.calls or self.logprobs or self.finish_reason)
 
 
 @dataclass
 class Choice:
-    """One of the texts of an answer, as far as it has come."""
+    """One of the texts of an answer, as far as it has come. parser: finds calls of tools in it; logprobs: of the tokens behind the thinking."""
 
     index: int
     splitter: Splitter
+    parser: ToolParser | None = None
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    calls: list[CallPart] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: int = 0
     reasoning_tokens: int = 0
@@ -41,20 +50,32 @@ class Choice:
 
     def add(self, chunk: Chunk) -> Piece:
         """Takes a chunk in."""
-        self.tokens += len(chunk.token_ids)
-        self.reasoning_tokens += len(chunk.token_ids) if self.splitter.thinking else 0
+        thinking, reason = self.splitter.thinking, chunk.finish_reason
+        end_token = reason == "stop" and not chunk.token_ids
+        self.tokens += len(chunk.token_ids) + end_token
+        self.reasoning_tokens += len(chunk.token_ids) if thinking else 0
         reasoning, text = self.splitter.push(chunk.text)
-        if chunk.finish_reason is not None:
+        if reason is not None:
             reasoning += self.splitter.finish()
+        calls: list[CallPart] = []
+        if self.parser is not None:
+            text, calls = self.parser.push(text)
+            if reason is not None:
+                last, parts = self.parser.finish()
+                text, calls = text + last, calls + parts
+                if reason == "stop" and self.parser.complete and not self.parser.inside:
+                    reason = "tool_calls"
+        logprobs = () if thinking else chunk.logprobs
         self.reasoning.append(reasoning)
         self.texts.append(text)
-        self.logprobs += chunk.logprobs
-        self.finish_reason = chunk.finish_reason
-        return Piece(reasoning, text, chunk.logprobs, chunk.finish_reason)
+        self.calls += calls
+        self.logprobs += logprobs
+        self.finish_reason = reason
+        return Piece(reasoning, text, calls, logprobs, reason)
 
 
 def usage(prompt_tokens: int, cached_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens read and drawn. An end-of-sequence token is not counted."""
+    """Tokens read and drawn, an end-of-sequence token among them."""
     drawn = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
@@ -86,8 +107,8 @@ class Form:
         """What a stream says of a choice before its first piece."""
         return None
 
-    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """A piece of a choice in a stream."""
+    def piece(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of a choice in a stream: one after the other."""
         raise NotImplementedError
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
@@ -106,14 +127,21 @@ class ChatForm(Form):
     def opening(self, choice: Choice) -> dict[str, Any]:
         return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        delta = {name: text for name, text in (("reasoning_content", piece.reasoning), ("content", piece.text)) if text}
-        return {"index": choice.index, "delta": delta, "logprobs": self._logprobs(piece.logprobs), "finish_reason": piece.finish_reason}
+    def piece(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        delta: dict[str, Any] = {name: text for name, text in (("reasoning_content", piece.reasoning), ("content", piece.text)) if text}
+        deltas = [delta] if delta or not piece.calls else []
+        deltas += [{"tool_calls": [_call_delta(part)]} for part in piece.calls]
+        said: list[dict[str, Any]] = [{"index": choice.index, "delta": one, "logprobs": None, "finish_reason": None} for one in deltas]
+        said[0]["logprobs"], said[-1]["finish_reason"] = self._logprobs(piece.logprobs), piece.finish_reason
+        return said
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         reasoning, text = "".join(choice.reasoning), "".join(choice.texts)
-        message: dict[str, Any] = {"role": "assistant", "content": None if choice.splitter.thinking else text, "refusal": None}
+        silent = choice.splitter.thinking or (choice.calls and not text)
+        message: dict[str, Any] = {"role": "assistant", "content": None if silent else text, "refusal": None}
         message["reasoning_content"] = reasoning or None
+        if choice.calls:
+            message["tool_calls"] = _calls(choice.calls)
         return {"index": choice.index, "message": message, "logprobs": self._logprobs(choice.logprobs), "finish_reason": choice.finish_reason}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
@@ -127,6 +155,22 @@ class ChatForm(Form):
         return {"token": text, "logprob": max(logprob, LOGPROB_MIN), "bytes": list(raw)}
 
 
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    return {"index": part.index, "id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+
+
+def _calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
+    """Whole calls of their parts."""
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if part.name is not None:
+            calls.append({"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        calls[part.index]["function"]["arguments"] += part.arguments
+    return calls
+
+
 class CompletionForm(Form):
     """`/v1/completions`."""
 
@@ -136,13 +180,9 @@ class CompletionForm(Form):
         super().__init__(model, tokenizer, with_logprobs)
         self._offsets: dict[int, int] = {}  # characters of a choice whose logprobs were sent
 
-    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": piece.text,
-            "logprobs": self._logprobs(choice.index, piece.logprobs),
-            "finish_reason": piece.finish_reason,
-        }
+    def piece(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        logprobs = self._logprobs(choice.index, piece.logprobs)
+        return [{"index": choice.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.texts)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,19 +17,29 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from glm53.engine import Engine
-from glm53.errors import Glm53Error
+from glm53.errors import Glm53Error, InputError
+from glm53.grammar import GrammarConstraint, Grammars
+from glm53.prices import SHARE
 from glm53.sampling import SamplingParams
+from glm53.serve.access import Counted, Keys, owner_of
 from glm53.serve.answers import ChatForm, CompletionForm, Form
 from glm53.serve.fields import ApiError, Fields, parse_object
+from glm53.serve.figures import FigureReader, Figures
 from glm53.serve.generation import CLIENT_LEFT, RETRY_AFTER_S, Asked, Generation, api_error, error_response, json_response
 from glm53.serve.loop import Loop
-from glm53.serve.protocol import COMPLETION_TOKENS, Call, chat_call, completion_call, tokenize_call
-from glm53.serve.reasoning import starts_thinking
+from glm53.serve.metrics import CONTENT_TYPE, Metrics
+from glm53.serve.openapi import Bounds, openapi_document
+from glm53.serve.protocol import COMPLETION_TOKENS, Call, ChatCall, chat_call, completion_call, tokenize_call
+from glm53.serve.reasoning import THINK_CLOSE, starts_thinking
+from glm53.serve.session_files import SessionFiles
+from glm53.serve.session_routes import SessionRoutes
+from glm53.serve.sessions import Named, Sessions
+from glm53.serve.stats import StatsLog, room_lines
 
-OPEN_PATHS = ("/health", "/ready", "/version")  # answered without a key
+Handler = Callable[[Request], Awaitable[Any]]
 log = logging.getLogger("glm53.serve")
 
 
@@ -46,6 +56,13 @@ class ServeConfig:
     body_bytes_max: int = 32 << 20
     chunks_per_step: int = 1
     decode_max: int = 0  # 0: as many as sessions
+    parked_max: int | None = None  # requests in turns beside those with a slot; None: as many again
+    keeps_prompts: bool = True
+    device_share: float = SHARE  # of the device memory that is free once the engine is open, for histories
+    default_tokens: int = 4096  # that a request without max_tokens gets at least, where the context and the memory hold them
+    request_timeout_s: float | None = None  # for requests that do not say
+    sessions_per_key: int = 64  # named ones
+    session_files: SessionFiles | None = None  # where they are saved; None: nowhere
 
 
 class Api:
@@ -54,42 +71,55 @@ class Api:
     def __init__(self, config: ServeConfig):
         self.config = config
         self._engine: Engine | None = None
+        self._grammars: Grammars | None = None
         self._loop: Loop | None = None
+        self._figures: FigureReader | None = None
+        self._sessions: Sessions | None = None
         self._created = int(time.time())
+        self.metrics = Metrics(config.names[0])
         self.app = self._make_app()
 
     def start(self, engine: Engine) -> None:
         """Takes requests from now on. The engine stays its caller's, to be closed after `close`."""
-        self._loop = Loop(engine, self.config.waiting_max, self.config.chunks_per_step, self.config.decode_max)
+        config = self.config
+        parked_max = engine.sessions_max if config.parked_max is None else config.parked_max
+        settings = (config.waiting_max, config.chunks_per_step, config.decode_max, parked_max, config.keeps_prompts, config.device_share)
+        self._loop = Loop(engine, *settings)
+        self._figures = FigureReader(self._loop)
+        self._sessions = Sessions(self._loop, self.config.sessions_per_key, self.config.session_files)
+        if engine.tokenizer is not None:
+            self._grammars = Grammars(engine.tokenizer, engine.spec.vocab_size, engine.spec.eos_token_ids)
         self._engine = engine
 
     def close(self) -> None:
-        """Ends every request and the loop's thread. Idempotent."""
+        """Ends every request, saves and restores, and the loop's thread. Idempotent."""
+        if self._sessions is not None:
+            self._sessions.close()
         if self._loop is not None:
             self._loop.close()
 
-    def _make_app(self) -> Starlette:
-        posts: dict[str, Callable[[Request], Any]] = {
-            "/v1/chat/completions": self._chat,
-            "/v1/completions": self._completions,
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
+    def _make_app(self) -> ASGIApp:
+        handlers: dict[str, dict[str, Handler]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completions},
+            "/v1/models": {"GET": self._models},
+            "/v1/models/{model:path}": {"GET": self._model},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/health": {"GET": self._health},
+            "/ready": {"GET": self._ready},
+            "/version": {"GET": self._version},
+            "/metrics": {"GET": self._metrics},
+            "/openapi.json": {"GET": self._document},
+            **SessionRoutes(self.config.names[0], self._sessions_open, partial(self._body, may_be_empty=True)).handlers(),
         }
-        gets: dict[str, Callable[[Request], Any]] = {
-            "/v1/models": self._models,
-            "/v1/models/{model:path}": self._model,
-            "/health": self._health,
-            "/ready": self._ready,
-            "/version": self._version,
-        }
-        routes = [Route(path, made, methods=["POST"]) for path, made in posts.items()]
-        routes += [Route(path, made, methods=["GET"]) for path, made in gets.items()]
-        middleware = [Middleware(_Keys, keys=self.config.api_keys)]
+        routes = [Route(path, _by_method(methods), methods=list(methods)) for path, methods in handlers.items()]
+        middleware = [Middleware(Keys, keys=self.config.api_keys)]
         if self.config.allowed_origins:
             cors = Middleware(CORSMiddleware, allow_origins=list(self.config.allowed_origins), allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
-        handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, ClientDisconnect: _on_left, Exception: _on_bug}
-        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        on_error: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, ClientDisconnect: _on_left, Exception: _on_bug}
+        return Counted(Starlette(routes=routes, middleware=middleware, exception_handlers=on_error), self.metrics.answered)
 
     # State
 
@@ -107,10 +137,41 @@ class Api:
     async def _version(self, request: Request) -> Response:
         return json_response({"version": self.config.version})
 
+    def stats(self) -> StatsLog:
+        """Of a server that takes requests; says at once what there is room for."""
+        _, loop = self._serving()
+        for line in room_lines(loop):
+            log.info(line)
+        return StatsLog(self.metrics, loop.load, self.figures)
+
+    async def figures(self) -> Figures | None:
+        """The engine's figures, not older than a few seconds where it answers; None before `start`."""
+        return await self._figures.read() if self._figures is not None else None
+
+    async def _metrics(self, request: Request) -> Response:
+        self.metrics.figures = await self.figures()
+        self.metrics.load = self._loop.load() if self._loop is not None else None
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    def _sessions_open(self) -> Sessions:
+        self._serving()
+        assert self._sessions is not None
+        return self._sessions
+
     def _serving(self) -> tuple[Engine, Loop]:
         if self._engine is None or self._loop is None:
             raise ApiError("the model is being loaded", 503, code="loading", retry_after_s=RETRY_AFTER_S)
         return self._engine, self._loop
+
+    async def _document(self, request: Request) -> Response:
+        engine = self._engine
+        context, vocab = (None, None) if engine is None else (engine.context_rows_max, engine.spec.vocab_size)
+        bounds = Bounds(self.config.names, context, vocab, self._texts_max())
+        return json_response(openapi_document(self.config.version, bounds, bool(self.config.api_keys)))
+
+    def _texts_max(self) -> int:
+        """Texts of one call at most, even on an idle server."""
+        return self.config.waiting_max + (1 if self._engine is None else self._engine.sessions_max)
 
     # Models
 
@@ -159,7 +220,7 @@ class Api:
         engine, _ = self._serving()
         fields = Fields(await self._body(request))
         self._check_model(fields.text("model"))
-        ids = fields.several("tokens", int, "a list of token ids", self.config.body_bytes_max)
+        ids = fields.integers("tokens", "a list of token ids", self.config.body_bytes_max)
         wrong = next((i for i in ids if not 0 <= i < engine.spec.vocab_size), None)
         if wrong is not None:
             raise ApiError(f"tokens: token id {wrong}, wanted ids in [0, {engine.spec.vocab_size})", param="tokens")
@@ -175,25 +236,39 @@ class Api:
         model = self._check_model(call.model)
         ids, thinking = await asyncio.to_thread(_chat_prompt, engine, call.messages, call.settings)
         form = ChatForm(model, engine.tokenizer, call.logprobs is not None)
-        asked = await asyncio.to_thread(_asked, engine, call, [ids], None, thinking, form)
-        return Generation(self._fitting(loop, asked), asked, self.config.queue_timeout_s)
+        asked = await asyncio.to_thread(_asked, loop, self.config, self._grammars, call, [ids], None, thinking, form)
+        asked = replace(asked, tools=call.tools)
+        named = self._bind(asked, call, request)
+        return Generation(self._fitting(loop, asked), asked, self.config.queue_timeout_s, self.metrics, named)
 
     async def _completions(self, request: Request) -> Generation:
         engine, loop = self._serving()
         call = completion_call(await self._body(request), engine.default_params())
         form = CompletionForm(self._check_model(call.model), engine.tokenizer, call.logprobs is not None)
         prompts = [await asyncio.to_thread(_encode, engine, one) if isinstance(one, str) else one for one in call.prompts]
-        asked = await asyncio.to_thread(_asked, engine, call, prompts, COMPLETION_TOKENS, False, form)
-        return Generation(self._fitting(loop, asked), asked, self.config.queue_timeout_s)
+        asked = await asyncio.to_thread(_asked, loop, self.config, self._grammars, call, prompts, COMPLETION_TOKENS, False, form)
+        named = self._bind(asked, call, request)
+        return Generation(self._fitting(loop, asked), asked, self.config.queue_timeout_s, self.metrics, named)
+
+    def _bind(self, asked: Asked, call: Call, request: Request) -> Named | None:
+        """Says whose requests these are, and which session they continue, if any."""
+        owner, named = owner_of(request), None
+        if call.session_id is not None:
+            named = self._sessions_open().find(owner, call.session_id)
+            if len(asked.requests) > 1:
+                raise ApiError(f"session_id: got {len(asked.requests)} texts at once, wanted one prompt and n 1", param="session_id")
+        for one in asked.requests:
+            one.owner, one.session = owner, None if named is None else named.session
+        return named
 
     def _fitting(self, loop: Loop, asked: Asked) -> Loop:
         """Refuses a call that would be too much even for an idle server."""
-        most = self.config.waiting_max + loop.engine.sessions_max
+        most = self._texts_max()
         if len(asked.requests) > most:
             raise ApiError(f"{len(asked.requests)} texts asked at once (prompts times n), this server takes at most {most}", param="n")
         return loop
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _body(self, request: Request, may_be_empty: bool = False) -> dict[str, Any]:
         most = self.config.body_bytes_max
         too_large = ApiError(f"the body is larger than {most} bytes", 413, code="request_too_large")
         stated = request.headers.get("content-length", "")
@@ -204,7 +279,7 @@ class Api:
             raw += part
             if len(raw) > most:
                 raise too_large
-        return parse_object(bytes(raw))
+        return {} if may_be_empty and not raw else parse_object(bytes(raw))
 
 
 def _encode(engine: Engine, text: str) -> list[int]:
@@ -227,10 +302,34 @@ def _chat_prompt(engine: Engine, messages: Sequence[dict[str, Any]], settings: d
         raise ApiError(f"the chat template refuses these messages: {error}", param="messages") from None
 
 
-def _asked(engine: Engine, call: Call, prompts: Sequence[list[int]], tokens: int | None, thinking: bool, form: Form) -> Asked:
-    """A call's requests. tokens: how many to draw if the call does not say; None: what the context holds. Raises ApiError for what never fits."""
+def _constraint(grammars: Grammars | None, call: Call, thinking: bool) -> GrammarConstraint | None:
+    """What one text of a call may be. Compiles: not on the event loop."""
+    if call.format is None:
+        return None
+    if grammars is None:
+        raise ApiError(f"{call.format.param}: this model has no tokenizer.json, which constrained texts need", param=call.format.param)
+    try:
+        return grammars.constraint(call.format.grammar, THINK_CLOSE if thinking else None)
+    except InputError as error:
+        raise ApiError(f"{call.format.param}: {error}", param=call.format.param) from None
+
+
+def _asked(
+    loop: Loop,
+    config: ServeConfig,
+    grammars: Grammars | None,
+    call: Call,
+    prompts: Sequence[list[int]],
+    tokens: int | None,
+    thinking: bool,
+    form: Form,
+) -> Asked:
+    """A call's requests. tokens: how many to draw if the call does not say; None: see `Loop.tokens_for`. Raises ApiError for what never fits."""
     params: SamplingParams
+    engine = loop.engine
     requests, context = [], engine.context_rows_max
+    timeout_s = call.timeout_s or config.request_timeout_s
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for ids in prompts:
         room = context - len(ids)
         if call.max_tokens is not None and call.max_tokens > room > 0:
@@ -241,35 +340,28 @@ def _asked(engine: Engine, call: Call, prompts: Sequence[list[int]], tokens: int
                 code="context_length_exceeded",
             )
         for index in range(call.n):
-            params = call.choice_params(index, call.max_tokens or max(min(tokens or room, room), 1))
+            most = loop.tokens_for(len(ids), config.default_tokens)
+            params = call.choice_params(index, call.max_tokens or min(tokens or most, most))
             try:
-                requests.append(engine.request(ids, params))
+                requests.append(engine.request(ids, params, constraint=_constraint(grammars, call, thinking)))
+                requests[-1].deadline = deadline
             except Glm53Error as error:
                 if room <= 0:
                     message = f"this model's maximum context length is {context} tokens: the prompt has {len(ids)}, wanted at most {context - 1}"
-                    raise ApiError(message, param="messages" if thinking else "prompt", code="context_length_exceeded") from None
-                raise api_error(error) from None
+                    raise ApiError(message, param="messages" if isinstance(call, ChatCall) else "prompt", code="context_length_exceeded") from None
+                refused = api_error(error)
+                refused.param = "messages" if isinstance(call, ChatCall) else "prompt"
+                raise refused from None
     return Asked(requests, sum(map(len, prompts)), call.n, thinking, call.stream, call.include_usage, form)
 
 
-class _Keys:
-    """Lets only those in who have a key, if there are keys."""
+def _by_method(handlers: dict[str, Handler]) -> Handler:
+    """One handler for the methods of a path, so that a 405 names them all."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        self.app, self._keys = app, [key.encode() for key in keys]
+    async def handle(request: Request) -> Any:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and not self._known(scope):
-            error = ApiError("wrong or missing API key; next: send Authorization: Bearer KEY", 401, code="invalid_api_key")
-            await error_response(error)(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-    def _known(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, token = given.partition(b" ")
-        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]  # all of them, so that time tells nothing
-        return kind.lower() == b"bearer" and any(matches)
+    return handle
 
 
 async def _on_api_error(request: Request, error: ApiError) -> Response:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
+
+IGNORED_MAX = 256  # names of ignored fields that are remembered
+log = logging.getLogger("glm53.serve")
+_ignored: set[str] = set()
 
 
 class ApiError(Exception):
@@ -52,11 +58,56 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+@dataclass(frozen=True)
+class Span:
+    """The numbers that a field may be. whole: integers alone; low_open: `low` itself not."""
+
+    low: float
+    high: float
+    whole: bool = False
+    low_open: bool = False
+
+    def schema(self) -> dict[str, Any]:
+        """In JSON Schema."""
+        return {"type": "integer" if self.whole else "number", "exclusiveMinimum" if self.low_open else "minimum": self.low, "maximum": self.high}
+
+
+class _Read(dict[str, Any]):
+    """An object that remembers which of its values were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def whole(value: object) -> int | None:
+    """An integer as JSON writes it, 3 or 3.0; None for anything else."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 class Fields:
     """Values of an object by name. null counts as absent. path: of the object in the body, for messages."""
 
     def __init__(self, values: Mapping[str, Any], path: str = ""):
-        self.values, self.path = values, path
+        self.values, self.path = _Read(values), path
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What was asked for so far, whether it was there or not."""
+        return frozenset(self.values.names)
+
+    def note_ignored(self) -> None:
+        """Says in the log, once a name, which fields are here that nothing has asked for: they change nothing."""
+        for name in self.values.keys() - self.values.names - _ignored:
+            if len(_ignored) < IGNORED_MAX:
+                _ignored.add(name)
+                log.debug("the body's field %.100r is none that this server knows; it is ignored", name)
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -81,11 +132,16 @@ class Fields:
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         value = self.values.get(name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+        number = whole(value)
+        if value is not None and (number is None or not low <= number <= high):
             raise self.wrong(name, f"an integer from {low} to {high}")
-        return value
+        return number
+
+    def spanned(self, name: str, span: Span) -> float | None:
+        """A number of a span."""
+        if span.whole:
+            return self.integer(name, int(span.low), int(span.high))
+        return self.number(name, span.low, span.high, span.low_open)
 
     def number(self, name: str, low: float, high: float, low_open: bool = False) -> float | None:
         value = self.values.get(name)
@@ -110,6 +166,14 @@ class Fields:
         if not isinstance(value, list) or len(value) > most or any(not isinstance(one, kind) or isinstance(one, bool) for one in value):
             raise self.wrong(name, wanted)
         return value
+
+    def integers(self, name: str, wanted: str, most: int) -> list[int]:
+        """A list of integers; empty if absent."""
+        value = self.values.get(name)
+        numbers = [] if value is None else [whole(one) for one in value] if isinstance(value, list) and len(value) <= most else [None]
+        if None in numbers:
+            raise self.wrong(name, wanted)
+        return [number for number in numbers if number is not None]
 
     def refuse(self, name: str, why: str, harmless: Sequence[object] = ()) -> None:
         """Raises ApiError if a field that is not supported asks for something; `harmless`: values that ask for nothing."""

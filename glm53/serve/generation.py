@@ -10,16 +10,21 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from glm53.errors import DeviceMemoryError, Glm53Error, InputError
-from glm53.request import Request
+from glm53.errors import DeviceMemoryError, Glm53Error, InputError, InUse
+from glm53.request import Chunk, Request
 from glm53.serve.answers import Choice, Form, usage
 from glm53.serve.fields import ApiError
-from glm53.serve.loop import Busy, Cancelled, Event, Failed, Loop, Started, Stopped
+from glm53.serve.loop import Busy, Cancelled, Event, Expired, Failed, Loop, NeverFits, Started, Stopped
+from glm53.serve.metrics import Meter, Metrics
 from glm53.serve.reasoning import Splitter
+from glm53.serve.tool_use import ToolUse
+
+if TYPE_CHECKING:
+    from glm53.serve.sessions import Named
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -38,6 +43,12 @@ def api_error(error: Glm53Error) -> ApiError:
         return ApiError(str(error), 503, code="insufficient_memory", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, Cancelled):
         return ApiError(str(error), CLIENT_LEFT, code="cancelled")
+    if isinstance(error, Expired):
+        return ApiError(str(error), 504, code="deadline_exceeded")
+    if isinstance(error, InUse):
+        return ApiError(str(error), 409, "session_id", "session_in_use")
+    if isinstance(error, NeverFits):
+        return ApiError(str(error), 400, code="never_fits")
     if isinstance(error, InputError):
         return ApiError(str(error), 400)
     return ApiError(str(error), 500, code="engine_error")
@@ -73,26 +84,33 @@ class Asked:
     stream: bool
     include_usage: bool
     form: Form
+    tools: ToolUse | None = None
 
 
 class Generation:
-    """An ASGI response that runs a call. queue_timeout_s: it is refused if no choice has started by then."""
+    """An ASGI response that runs a call. queue_timeout_s: it is refused if no choice has started by then. named: the session that it continues."""
 
-    def __init__(self, loop: Loop, asked: Asked, queue_timeout_s: float):
-        self._loop, self._asked, self._timeout_s = loop, asked, queue_timeout_s
-        self._choices = [Choice(index, Splitter(asked.thinking)) for index in range(len(asked.requests))]
+    def __init__(self, loop: Loop, asked: Asked, queue_timeout_s: float, metrics: Metrics, named: Named | None = None):
+        self._loop, self._asked, self._timeout_s, self._metrics, self._named = loop, asked, queue_timeout_s, metrics, named
+        parser = lambda: None if asked.tools is None else asked.tools.parser()
+        self._choices = [Choice(index, Splitter(asked.thinking), parser()) for index in range(len(asked.requests))]
         self._events: asyncio.Queue[tuple[Choice, Event]] = asyncio.Queue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError as long as nothing has been sent."""
         aio = asyncio.get_running_loop()
 
-        def put(choice: Choice, event: Event) -> None:
-            aio.call_soon_threadsafe(self._events.put_nowait, (choice, event))
+        def put(choice: Choice, meter: Meter, event: Event) -> None:
+            aio.call_soon_threadsafe(self._take, choice, meter, event)
 
+        meters = [self._metrics.meter(len(request.prompt)) for request in self._asked.requests]
+        sinks = [partial(put, choice, meter) for choice, meter in zip(self._choices, meters, strict=True)]
+        if self._named is not None:
+            self._named.take("continued by a request")
         try:
-            jobs = self._loop.submit(self._asked.requests, [partial(put, choice) for choice in self._choices])
+            jobs = self._loop.submit(self._asked.requests, sinks)
         except Glm53Error as error:
+            self._release()
             raise api_error(error) from None
         work = asyncio.ensure_future(self._answer(scope, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
@@ -105,6 +123,17 @@ class Generation:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+
+    def _release(self) -> None:
+        """The session, if there is one, has the request's rows and is at rest."""
+        if self._named is not None:
+            self._named.release()
+
+    def _take(self, choice: Choice, meter: Meter, event: Event) -> None:
+        meter.take(event)
+        if _is_last(event):
+            self._release()
+        self._events.put_nowait((choice, event))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         first = await self._first()
@@ -132,7 +161,7 @@ class Generation:
         except TimeoutError:
             load = self._loop.load()
             raise ApiError(
-                f"no session became free in {self._timeout_s:g} s: {load.running} requests run and {load.waiting} wait; next: try again later",
+                f"no room became free in {self._timeout_s:g} s: {load.running} requests run and {load.waiting} wait; next: try again later",
                 429,
                 code="engine_busy",
                 retry_after_s=max(RETRY_AFTER_S, int(self._timeout_s)),
@@ -147,14 +176,14 @@ class Generation:
                 raise api_error(event.error)
             if isinstance(event, Started):
                 choice.reused_rows = event.reused_rows
-                said = form.opening(choice)
+                opening = form.opening(choice)
+                said = [] if opening is None else [opening]
             else:
                 piece = choice.add(event)
                 left -= event.finish_reason is not None
-                silent = not (piece.reasoning or piece.text or piece.logprobs or piece.finish_reason)
-                said = None if silent or not asked.stream else form.piece(choice, piece)
-            if said is not None:
-                yield form.chunk([said], None, asked.include_usage)
+                said = [] if piece.silent or not asked.stream else form.piece(choice, piece)
+            for one in said:
+                yield form.chunk([one], None, asked.include_usage)
             if not left:
                 return
             choice, event = await self._events.get()
@@ -163,6 +192,10 @@ class Generation:
         n = self._asked.n
         cached = sum(max(choice.reused_rows for choice in self._choices[at : at + n]) for at in range(0, len(self._choices), n))
         return usage(self._asked.prompt_tokens, cached, self._choices)
+
+
+def _is_last(event: Event) -> bool:
+    return isinstance(event, Failed) or (isinstance(event, Chunk) and event.finish_reason is not None)
 
 
 async def _event(send: Send, data: bytes) -> None:

@@ -9,19 +9,42 @@ from typing import Any
 
 from glm53.errors import InputError
 from glm53.sampling import LOGPROBS_MAX, SamplingParams
-from glm53.serve.fields import ApiError, Fields
+from glm53.serve.fields import ApiError, Fields, Span, whole
+from glm53.serve.formats import Format, read_format
+from glm53.serve.tool_grammar import calls_grammar
+from glm53.serve.tool_use import ToolUse, read_tools
 
 CHOICES_MAX = 128  # n
-STOPS_MAX, STOP_LENGTH_MAX = 16, 1024
+STOPS_MAX, STOP_LENGTH_MAX, STOP_IDS_MAX = 16, 1024, 1024
 PROMPTS_MAX = 1024
 COMPLETION_TOKENS = 16  # max_tokens of /v1/completions if not given, as in OpenAI's API
+SAMPLING = {
+    "temperature": Span(0.0, 1e3),
+    "top_p": Span(0.0, 1.0, low_open=True),
+    "top_k": Span(-1, 2**31 - 1, whole=True),
+    "min_p": Span(0.0, 1.0),
+    "repetition_penalty": Span(0.0, 1e3, low_open=True),
+    "seed": Span(-(2**63), 2**64 - 1, whole=True),
+}
+TIMEOUT_S = Span(0.0, 7 * 86400.0, low_open=True)
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# reasoning_effort of the OpenAI API to the template's variables: GLM-5.3 knows low, high and max, earlier ones enable_thinking.
+EFFORTS: dict[str, dict[str, Any]] = {
+    "none": {"reasoning_effort": "low", "enable_thinking": False},
+    "minimal": {"reasoning_effort": "low"},
+    "low": {"reasoning_effort": "low"},
+    "medium": {"reasoning_effort": "high"},
+    "high": {"reasoning_effort": "high"},
+    "xhigh": {"reasoning_effort": "max"},
+    "max": {"reasoning_effort": "max"},
+}
 Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request for generated text. max_tokens: None if not given. logprobs: most probable tokens to report, None: nothing."""
+    """A request for generated text. max_tokens: None if not given. logprobs: most probable tokens to report, None: nothing. format: that the text
+    must have, None: any."""
 
     model: str | None
     params: SamplingParams
@@ -31,6 +54,9 @@ class Call:
     stream: bool
     include_usage: bool
     logprobs: int | None
+    timeout_s: float | None  # from the arrival on; None: the server's
+    session_id: str | None  # the session to continue
+    format: Format | None
 
     def choice_params(self, index: int, max_tokens: int) -> SamplingParams:
         """Of the index-th choice for a prompt: with a seed, the n choices draw from seeds that follow each other."""
@@ -40,10 +66,11 @@ class Call:
 
 @dataclass(frozen=True)
 class ChatCall(Call):
-    """`/v1/chat/completions`. settings: variables of the chat template."""
+    """`/v1/chat/completions`. settings: variables of the chat template, `tools` among them."""
 
     messages: list[dict[str, Any]]
     settings: dict[str, Any]
+    tools: ToolUse | None
 
 
 @dataclass(frozen=True)
@@ -56,16 +83,28 @@ class CompletionCall(Call):
 def chat_call(body: Mapping[str, Any], defaults: SamplingParams) -> ChatCall:
     """Reads a body of `/v1/chat/completions`. defaults: for what is absent. Raises ApiError 400."""
     fields = Fields(body)
-    for name in ("tools", "functions"):
-        fields.refuse(name, "this server does not call tools yet", ([],))
-    for name in ("tool_choice", "function_call"):
-        fields.refuse(name, "this server does not call tools yet", ("none", "auto"))
+    use = read_tools(fields)
     with_logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, LOGPROBS_MAX)
     if top and not with_logprobs:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
     common = _common(fields, defaults, "max_completion_tokens")
     messages = [_message(fields, index, one) for index, one in enumerate(_list(fields, "messages"))]
-    return ChatCall(**common, logprobs=(top or 0) if with_logprobs else None, messages=messages, settings=_template_settings(fields))
+    common["format"] = _with_tools(common["format"], use)
+    settings = _template_settings(fields) | ({} if use is None else {"tools": use.given})
+    fields.note_ignored()
+    return ChatCall(**common, logprobs=(top or 0) if with_logprobs else None, messages=messages, settings=settings, tools=use)
+
+
+def _with_tools(asked: Format | None, use: ToolUse | None) -> Format | None:
+    """The form of a text that has to be calls, or may be."""
+    try:
+        if use is not None and use.forced:
+            return Format(calls_grammar(use.forced, use.parallel), None, "tools")
+        if asked is None or asked.expression is None or use is None or not use.parsed:
+            return asked
+        return Format(calls_grammar(use.tools, use.parallel, asked.expression), None, asked.param)
+    except InputError as error:
+        raise ApiError(f"tools: {error}", param="tools") from None
 
 
 def completion_call(body: Mapping[str, Any], defaults: SamplingParams) -> CompletionCall:
@@ -76,7 +115,9 @@ def completion_call(body: Mapping[str, Any], defaults: SamplingParams) -> Comple
     logprobs = fields.integer("logprobs", 0, LOGPROBS_MAX)
     common = _common(fields, defaults, "max_tokens")
     fields.refuse("best_of", "give n", (common["n"], 1))
-    return CompletionCall(**common, logprobs=logprobs, prompts=_prompts(fields))
+    prompts = _prompts(fields)
+    fields.note_ignored()
+    return CompletionCall(**common, logprobs=logprobs, prompts=prompts)
 
 
 def tokenize_call(body: Mapping[str, Any]) -> tuple[str | None, list[dict[str, Any]] | None, dict[str, Any]]:
@@ -88,14 +129,13 @@ def tokenize_call(body: Mapping[str, Any]) -> tuple[str | None, list[dict[str, A
         return fields.text("prompt"), None, {}
     messages = [_message(fields, index, one) for index, one in enumerate(_list(fields, "messages"))]
     settings = _template_settings(fields) | {"add_generation_prompt": fields.flag("add_generation_prompt", True)}
+    use = read_tools(fields)
+    settings |= {} if use is None else {"tools": use.given}
     return None, messages, settings
 
 
 def _common(fields: Fields, defaults: SamplingParams, newer: str) -> dict[str, Any]:
     """What chat and completions share. newer: of the two names of max_tokens the one that wins."""
-    fields.refuse("response_format", "the text is not constrained", ({"type": "text"},))
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
-        fields.refuse(name, "the text is not constrained")
     for name in ("frequency_penalty", "presence_penalty"):
         fields.refuse(name, "use repetition_penalty", (0, 0.0))
     fields.refuse("logit_bias", "token ids are drawn as the model weighs them", ({},))
@@ -113,26 +153,21 @@ def _common(fields: Fields, defaults: SamplingParams, newer: str) -> dict[str, A
         "max_tokens": fields.integer(name, 1, 1 << 30),
         "max_tokens_name": name,
         "n": fields.integer("n", 1, CHOICES_MAX) or 1,
+        "timeout_s": fields.spanned("timeout_s", TIMEOUT_S),
         "stream": stream,
         "include_usage": options.flag("include_usage"),
+        "session_id": fields.text("session_id"),
+        "format": read_format(fields),
     }
 
 
 def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, Any] = {
-        "temperature": fields.number("temperature", 0.0, 1e3),
-        "top_p": fields.number("top_p", 0.0, 1.0, low_open=True),
-        "top_k": fields.integer("top_k", -1, 2**31 - 1),
-        "min_p": fields.number("min_p", 0.0, 1.0),
-        "repetition_penalty": fields.number("repetition_penalty", 0.0, 1e3, low_open=True),
-        "seed": fields.integer("seed", -(2**63), 2**64 - 1),
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, span in SAMPLING.items() if (value := fields.spanned(name, span)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # off, as vLLM has it
     if "seed" in given:
         given["seed"] %= 2**64
-    stop_ids = fields.several("stop_token_ids", int, "a list of token ids", 1024)
+    stop_ids = fields.integers("stop_token_ids", f"a list of at most {STOP_IDS_MAX} token ids", STOP_IDS_MAX)
     try:
         return replace(defaults, **given, stop=_stops(fields), stop_token_ids=tuple(stop_ids), ignore_eos=fields.flag("ignore_eos"))
     except InputError as error:
@@ -151,13 +186,15 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 
 def _template_settings(fields: Fields) -> dict[str, Any]:
-    """Variables of the chat template: chat_template_kwargs, and reasoning_effort if given."""
+    """Variables of the chat template: chat_template_kwargs, and what reasoning_effort stands for if it is given."""
     given = dict(fields.inner("chat_template_kwargs").values)
     taken = {"self", "messages", "tools", "add_generation_prompt"} & given.keys()
     if taken:
         raise ApiError(f"chat_template_kwargs: {sorted(taken)[0]} is not to be set there", param="chat_template_kwargs")
     effort = fields.text("reasoning_effort")
-    return given | ({} if effort is None else {"reasoning_effort": effort})
+    if effort is not None and effort not in EFFORTS:
+        raise fields.wrong("reasoning_effort", "one of " + ", ".join(EFFORTS))
+    return given | ({} if effort is None else EFFORTS[effort])
 
 
 def _list(fields: Fields, name: str) -> list[Any]:
@@ -218,9 +255,17 @@ def _tool_call(one: Fields, call: dict[str, Any]) -> dict[str, Any]:
 def _prompts(fields: Fields) -> list[Prompt]:
     """One prompt or several, each a text or token ids."""
     value: Any = fields.values.get("prompt")
-    ids = lambda one: isinstance(one, list) and bool(one) and all(type(i) is int for i in one)
-    if isinstance(value, str) or ids(value):
-        return [value]
-    if isinstance(value, list) and 0 < len(value) <= PROMPTS_MAX and all(isinstance(one, str) or ids(one) for one in value):
-        return value
+    if (one := _prompt(value)) is not None:
+        return [one]
+    if isinstance(value, list) and 0 < len(value) <= PROMPTS_MAX:
+        prompts = [prompt for prompt in map(_prompt, value) if prompt is not None]
+        if len(prompts) == len(value):
+            return prompts
     raise fields.wrong("prompt", f"a text, a list of token ids, or at most {PROMPTS_MAX} of them")
+
+
+def _prompt(value: object) -> Prompt | None:
+    if isinstance(value, str):
+        return value
+    ids = [whole(one) for one in value] if isinstance(value, list) and value else [None]
+    return None if None in ids else [i for i in ids if i is not None]

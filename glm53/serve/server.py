@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import getLogger
 
 import uvicorn
 
@@ -16,6 +17,7 @@ from glm53.engine import Engine
 from glm53.errors import InputError
 from glm53.serve.api import Api, ServeConfig
 
+log = getLogger("glm53.serve")
 Progress = Callable[[int, int, str], None]
 
 
@@ -56,14 +58,17 @@ def serve(
     ready: Callable[[Engine], None],
     shutdown_timeout_s: float = 30.0,
     log_level: str = "info",
+    log_stats: bool = True,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then refuses new requests, gives running ones `shutdown_timeout_s` and closes the engine.
 
     open_engine(progress) runs in a thread while /ready answers 503; what it raises is raised here. ready: is called when requests are taken.
+    log_stats: whether a line says every few seconds what is being done.
     """
     api = Api(config)
     logging = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     logging["handlers"]["access"]["stream"] = "ext://sys.stderr"  # as all that is not asked for
+    logging["loggers"]["glm53"] = {"handlers": ["default"], "level": log_level.upper(), "propagate": False}
     options = uvicorn.Config(
         api.app,
         log_config=logging,
@@ -83,15 +88,21 @@ def serve(
     async def run() -> None:
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         engine: Engine | None = None
+        lines: asyncio.Future[None] | None = None
         try:
             try:
                 engine = await asyncio.to_thread(open_engine, watched)
             except _Interrupted:
                 return
             api.start(engine)
+            stats = api.stats()
+            lines = asyncio.ensure_future(stats.run()) if log_stats else None
             ready(engine)
             await serving
+            log.info(stats.last_line())
         finally:
+            if lines is not None:
+                lines.cancel()
             server.should_exit = True
             try:
                 await serving

@@ -5,6 +5,7 @@
 // requests are what is dear, and the translation of a host address. Pieces are dealt to the blocks first, so that a short list spreads over all of
 // them. FETCH_FLIGHT loads of 16 bytes a work-item are under way before the first store.
 #pragma once
+#include "hotcache.h"
 #include "row_format.h"
 
 namespace history_rows {
@@ -28,6 +29,7 @@ DEVICE void store_words(words16* to, const uint32_t* from) { *to = {{from[0], fr
 // What a block of 256 work-items moves. Each kind of runs, R, adds the ends of entry e, host(r, e) and device(r, e), and where word `place` of a run
 // with these ends is read and written: from(r, host, device, place) and to(r, host, device, place).
 struct dealt_runs {
+  static constexpr bool DEVICE_LATE = false;  // device(r, e) is known when the launch before is done, and `from` does not need it
   uint32_t words;   // 16-byte words of a row
   uint32_t run;     // of a run
   uint32_t pieces;  // of a run, wherever it begins in a line
@@ -49,13 +51,18 @@ template <uint32_t N, class R> DEVICE void move_pieces(const R& r, uint32_t firs
     uint32_t piece = first + j * r.stride, entry = piece / r.pieces;
     place[j] = (int32_t)((piece - entry * r.pieces) * FETCH_LANES) + lane;
     host[j] = R::host(r, entry);
-    device[j] = R::device(r, entry);
+    device[j] = R::DEVICE_LATE ? 0u : R::device(r, entry);
   }
   UNROLL
   for (uint32_t j = 0; j < N; j++) {
     place[j] -= (int32_t)((uint32_t)host[j] / 16u % LINE_WORDS);
     place[j] = place[j] < 0 ? 0 : place[j] > last ? last : place[j];
     load_words(R::from(r, host[j], device[j], (uint32_t)place[j]), word[j]);
+  }
+  if (R::DEVICE_LATE) {
+    previous_done();
+    UNROLL
+    for (uint32_t j = 0; j < N; j++) device[j] = R::device(r, (first + j * r.stride) / r.pieces);
   }
   UNROLL
   for (uint32_t j = 0; j < N; j++) store_words(R::to(r, host[j], device[j], (uint32_t)place[j]), word[j]);
@@ -72,8 +79,9 @@ template <class R> DEVICE void move_runs(const R& r, uint32_t total, uint32_t bl
   }
 }
 
-// One fetch list. A run: planes [plane_first, plane_first + planes) of a listed row.
-struct fetch_list : dealt_runs {
+// One fetch list. A run: planes [plane_first, plane_first + planes) of a listed row. LATE: as DEVICE_LATE.
+template <bool LATE> struct fetch_list : dealt_runs {
+  static constexpr bool DEVICE_LATE = LATE;
   const uint64_t* sources;
   const uint64_t* targets;
   const fetch_args* a;  // read where it lies: the step's kernels have no registers to spare
@@ -91,15 +99,27 @@ struct fetch_list : dealt_runs {
   }
 };
 
-// The list of one round, dealt to `blocks` blocks of 256 work-items; this one is number `block`. Returns the pieces of the list. The caller keeps
-// a list below 2^31 words.
-DEVICE uint32_t fetch_round(const fetch_args& a, uint32_t round, uint32_t block, uint32_t blocks) {
-  int32_t listed = ((const int32_t*)a.counts)[round];
+// Entries of a round's list, waited for where the launch before may still be at it: its rows can be read as soon as they are listed.
+DEVICE uint32_t listed(const fetch_args& a, uint32_t round) {
+  const uint32_t* count = (const uint32_t*)a.counts + round;
+  uint32_t n = load_system(count);
+  for (uint32_t polls = 0; n == hotcache::UNLISTED && polls < 4096; polls++) n = load_system(count);
+  if (n != hotcache::UNLISTED) return n;
+  previous_done();
+  return load_system(count);
+}
+
+// A list of `count` entries of one round, dealt to `blocks` blocks of 256 work-items; this one is number `block`. Returns the pieces of the list. The
+// caller keeps a list below 2^31 words.
+template <bool LATE> DEVICE uint32_t fetch_entries(const fetch_args& a, uint32_t round, uint32_t count, uint32_t block, uint32_t blocks) {
   uint64_t list = (uint64_t)((const int32_t*)a.round_starts)[round] * a.k;
-  fetch_list f = {deal_runs(a.row_bytes, a.planes, blocks), (const uint64_t*)a.sources + list, (const uint64_t*)a.targets + list, &a};
-  uint32_t total = listed > 0 ? (uint32_t)listed * f.pieces : 0u;
+  fetch_list<LATE> f = {{deal_runs(a.row_bytes, a.planes, blocks)}, (const uint64_t*)a.sources + list, (const uint64_t*)a.targets + list, &a};
+  uint32_t total = (int32_t)count > 0 ? count * f.pieces : 0u;
   move_runs(f, total, block, blocks);
   return total;
+}
+DEVICE uint32_t fetch_round(const fetch_args& a, uint32_t round, uint32_t block, uint32_t blocks) {
+  return fetch_entries<false>(a, round, ((const uint32_t*)a.counts)[round], block, blocks);
 }
 
 // What fetch_rows does, all rounds in turn. Each round's list starts at the block behind the last one of the round before.

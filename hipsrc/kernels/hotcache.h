@@ -210,6 +210,11 @@ DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uin
   }
   claimed &= e.missed;
   uint32_t fresh = e.missed & ~claimed;
+  uint64_t extent[ITEMS <= 2 ? ITEMS : 1];  // asked for before the scan; of many items it would take too many registers
+  if constexpr (ITEMS <= 2) {
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) extent[i] = g.table[(uint32_t)position[i] / a.extent_rows];
+  }
   ROLLED
   for (uint32_t bits = held & fresh; bits; bits &= bits - 1u) drop(g.s, (uint32_t)g.s.slot_of[selected[first + lowest_bit(bits)]]);
   ROLLED
@@ -226,18 +231,28 @@ DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uin
   n->duplicates += (uint32_t)(total >> 42);
   bool single = is_single(a, g), claims = g.last - g.first > 1u;
   if (single && n->misses) *v = load_slot(a, g, hand, thread_id());
-  ROLLED
-  for (uint32_t bits = fresh; bits; bits &= bits - 1u) {
-    uint32_t at = first + lowest_bit(bits), p = (uint32_t)selected[at];
+  auto list = [&](uint32_t at, uint32_t p, uint64_t extent) {
     if (claims) g.s.slot_of[p] = claim_of(m);
     ((int32_t*)a.fetch_positions)[g.list + m] = (int32_t)p;
-    ((uint64_t*)a.fetch_sources)[g.list + m] = extent_row(g.table, p, a.extent_rows, a.source_stride_bytes) + a.source_offset_bytes;
+    ((uint64_t*)a.fetch_sources)[g.list + m] = extent + (uint64_t)(p % a.extent_rows) * a.source_stride_bytes + a.source_offset_bytes;
     if (m < ORDER) {
       w->order[m] = p;
       w->entry[m] = at;
     }
     if (!single) plan[at] = (uint64_t)m << 4 | MISSED;
     m++;
+  };
+  if constexpr (ITEMS <= 2) {
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) {
+      if (fresh >> i & 1u) list(first + i, (uint32_t)position[i], extent[i]);
+    }
+  } else {
+    ROLLED
+    for (uint32_t bits = fresh; bits; bits &= bits - 1u) {
+      uint32_t at = first + lowest_bit(bits), p = (uint32_t)selected[at];
+      list(at, p, g.table[p / a.extent_rows]);
+    }
   }
 }
 
@@ -328,15 +343,23 @@ DEVICE void add_counts(const round_of_group& g, uint32_t rows_selected, uint32_t
   global_add(g.counters + 5, (uint64_t)(n.misses - given));
 }
 
+// fetch_counts while a round's misses are not listed: fetch_rows may begin, and reads the listed rows before their targets are known.
+constexpr uint32_t UNLISTED = ~0u;
+
 // One round, by a block of THREADS work-items with ITEMS entries each at a time. Rows are numbered one after the other, so that each sees the claims
 // of those before it; no slot is given before the last one was looked up.
 template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(const A& a, uint32_t round, work* w) {
   constexpr uint32_t TILE = THREADS * ITEMS;
-  int32_t* fetch_count = (int32_t*)a.fetch_counts + round;
+  uint32_t* fetch_count = (uint32_t*)a.fetch_counts + round;
   round_of_group g;
   if (!open_rows(a, round, &g)) {
     if (thread_id() == 0) *fetch_count = 0;
     return;
+  }
+  if (thread_id() == 0) {
+    *fetch_count = UNLISTED;
+    fence_device();
+    next_may_begin();  // not before that
   }
   uint32_t at = thread_id() * ITEMS, rows_selected = 0, given = 0;
   int32_t position[ITEMS];
@@ -355,9 +378,12 @@ template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(cons
     }
     block_sync();  // claims, and pins of slots
   }
+  if (thread_id() == 0) {
+    fence_device();
+    *fetch_count = n.misses;  // the list's sources are complete
+  }
   if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
   add_counts(g, rows_selected, given, n);
-  if (thread_id() == 0) *fetch_count = (int32_t)n.misses;
 }
 
 constexpr uint32_t GIVE_THREADS = 256, GIVE_ITEMS = 8;

@@ -73,8 +73,9 @@ KERNEL(plan_linear, plan_args, 256) {
 
 // Grid: rounds.
 // LAUNCH hot_plan block=1024
-KERNEL(hot_plan, hot_plan_args, 1024) {
+EARLY_KERNEL(hot_plan, hot_plan_args, 1024, 1) {
   SHARED(hotcache::work, lds, 1);
+  previous_done();
   hotcache::plan_round<hotcache::PLAN_THREADS, hotcache::PLAN_ITEMS>(a, block_x(), lds);
 }
 

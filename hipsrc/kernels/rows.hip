@@ -208,7 +208,14 @@ KERNEL(place_rows, place_rows_args, 64) {
 
 // Grid: (args.blocks, rounds).
 // LAUNCH fetch_rows block=256 words=256
-KERNEL(fetch_rows, fetch_args, 256) { history_rows::fetch_round(a, block_y(), block_x(), a.blocks); }
+EARLY_KERNEL(fetch_rows, fetch_args, 256, 2) {
+  SHARED(uint32_t, count, 1);
+  next_may_begin();
+  if (thread_id() == 0) *count = history_rows::listed(a, block_y());
+  block_sync();
+  history_rows::fetch_entries<true>(a, block_y(), *count, block_x(), a.blocks);
+  previous_done();
+}
 
 // Grid: (args.blocks, groups).
 // LAUNCH copy_back block=256 words=256

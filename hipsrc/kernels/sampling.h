@@ -30,7 +30,8 @@ enum weight_kind { COUNT, MASS };
 // A row of logits as one stage of the filters sees it; the same in every work-item.
 struct row_view {
   const float* logits;
-  const uint8_t* seen;  // null: no penalty
+  const uint8_t* seen;   // null: no penalty
+  const uint32_t* mask;  // null: every token may be drawn
   float penalty;
   float temperature;
   float top;  // largest adjusted logit
@@ -42,8 +43,9 @@ DEVICE bool counts(const sample_row& p, uint32_t vocab) { return p.top_k > 0u &&
 DEVICE bool cuts(const sample_row& p, uint32_t vocab) { return counts(p, vocab) || p.top_p < 1.0f; }
 
 DEVICE row_view open_row(const sample_args& a, const sample_row& p, uint32_t row) {
-  row_view v = {(const float*)a.logits + (uint64_t)row * a.vocab, nullptr, p.repetition_penalty, p.temperature, 0.0f, a.vocab};
+  row_view v = {(const float*)a.logits + (uint64_t)row * a.vocab, nullptr, nullptr, p.repetition_penalty, p.temperature, 0.0f, a.vocab};
   if (a.seen && p.seen_row >= 0 && p.repetition_penalty != 1.0f) v.seen = (const uint8_t*)a.seen + (uint64_t)p.seen_row * a.vocab;
+  if (a.masks && p.mask_row >= 0) v.mask = (const uint32_t*)a.masks + (uint64_t)p.mask_row * ((a.vocab + 31u) / 32u);
   return v;
 }
 
@@ -58,9 +60,8 @@ DEVICE void load_keys(const row_view& v, uint32_t id, uint32_t* key) {
     for (uint32_t i = 0; i < QUAD; i++) key[i] = id + i < v.vocab ? order_key(v.logits[id + i]) : 0u;
   }
 }
-// The same after the penalty.
+DEVICE bool adjusts(const row_view& v) { return v.seen || v.mask; }
 DEVICE void penalise(const row_view& v, uint32_t id, uint32_t* key) {
-  if (!v.seen) return;
   uint32_t marks = 0;  // a byte a token
   if (((uint64_t)v.seen & 3u) == 0 && id + QUAD <= v.vocab) {
     marks = *(const uint32_t*)(v.seen + id);
@@ -74,6 +75,18 @@ DEVICE void penalise(const row_view& v, uint32_t id, uint32_t* key) {
     if (!(marks >> (8 * i) & 0xffu)) continue;
     float l = order_value(key[i]);
     key[i] = order_key(l > 0.0f ? l / v.penalty : l * v.penalty);
+  }
+}
+
+// Keys of tokens id to id + 3, id a multiple of 4, after mask and penalty; past the end one of no token or of -inf, neither of which is drawn.
+DEVICE void adjust(const row_view& v, uint32_t id, uint32_t* key) {
+  if (v.seen) penalise(v, id, key);
+  uint32_t allowed = ~0u;
+  if (v.mask) allowed = v.mask[(id < v.vocab ? id : 0u) / 32u] >> (id % 32u);
+  UNROLL
+  for (uint32_t i = 0; i < QUAD; i++) {
+    uint32_t all = (uint32_t)((int32_t)(allowed << (31u - i)) >> 31);  // bits, not conditions: those would take scalar registers
+    key[i] = (key[i] & all) | (ORDER_KEY_NEGATIVE_INFINITY & ~all);
   }
 }
 

@@ -4,7 +4,7 @@
 //   sample_draw   mass of each chunk of tokens and the tokens of those bins; then the boundary itself, and the draw
 // A block has chunks of CHUNK tokens of one row, and the last of a row's blocks to arrive finishes the row; it has nothing to wait for. What is
 // summed in floating point is summed by chunk, so nothing depends on the grid.
-// Order of the filters: repetition penalty (seen tokens: l > 0 ? l / p : l * p), temperature, top-k (exactly k), top-p (the fewest of the
+// Order of the filters: mask (what it leaves out counts as -inf), repetition penalty (seen tokens: l > 0 ? l / p : l * p), temperature, top-k (exactly k), top-p (the fewest of the
 // most probable that hold top_p of the mass top-k left), min-p (drop what is below min_p times the most probable), then the inverse of the
 // distribution in token order at a Philox 4x32-10 draw with key = seed, counter = position. Ties everywhere to the lowest token.
 //
@@ -14,7 +14,7 @@
 // top-k and top-p keep a prefix of one total order (larger logit first, then lower id), so a row's filter is one boundary in it. Bins only bring the
 // boundary near: those before `sure` are kept, those after `last` dropped, and the tokens between are ranked by radix selection on counts or masses.
 //
-// NaN counts as -inf. If every logit is -inf, the token is -1. +inf wins, evenly among equals. vocab <= 524,288.
+// NaN counts as -inf. If every logit that may be drawn is -inf, the token is -1. +inf wins, evenly among equals. vocab <= 524,288.
 #include "portable.h"
 #include "scan.h"
 #include "sampling.h"
@@ -95,7 +95,7 @@ DEVICE void finish_best(const sample_args& a, uint32_t row) {
   row_view v = open_row(a, p, row);
   sample_chunk mine = {};
   if (t < a.chunks) mine = ((const sample_chunk*)a.records)[(uint64_t)row * a.chunks + t];
-  uint64_t raw = block_largest(mine.raw), best = v.seen ? block_largest(mine.best) : raw;
+  uint64_t raw = block_largest(mine.raw), best = adjusts(v) ? block_largest(mine.best) : raw;
   float l = order_value(key_of(mine.raw)), top = order_value(key_of(raw));
   float total = ordered_sum(t < a.chunks ? mine.sum * (l == top ? 1.0f : exp_f32(l - top)) : 0.0f);
   sample_state s = {};
@@ -109,6 +109,7 @@ DEVICE void finish_best(const sample_args& a, uint32_t row) {
     else if (!draws(p)) put_token(a, p, s, row, (int32_t)id_of(best));
   }
   v.seen = nullptr;
+  v.mask = nullptr;
   if (a.top_ids) put_tops(a, v, s, row, nothing ? 0u : p.n_logprobs);
 }
 
@@ -237,7 +238,7 @@ DEVICE void finish_draw(const sample_args& a, uint32_t row) {
   for (uint32_t i = 0; i < LOADS; i++) {
     uint32_t key[QUAD];
     load_keys(v, first + i * QUAD, key);
-    penalise(v, first + i * QUAD, key);
+    adjust(v, first + i * QUAD, key);
     UNROLL
     for (uint32_t j = 0; j < QUAD; j++) {
       float d = distance(v, key[j]);
@@ -287,11 +288,11 @@ DEVICE void best_of_chunk(const sample_args& a, const row_view& v, uint32_t row,
     }
   }
   sum = ordered_sum(sum);
-  if (v.seen) {
+  if (adjusts(v)) {
     UNROLL
     for (uint32_t i = 0; i < LOADS; i++) {
       uint32_t id = chunk * CHUNK + i * SPAN + t * QUAD;
-      penalise(v, id, key[i]);
+      adjust(v, id, key[i]);
       best = larger(best, largest_of(key[i], id));
     }
     best = block_largest(best);
@@ -314,7 +315,7 @@ DEVICE void draw_of_chunk(const sample_args& a, const row_view& v, const sample_
   for (uint32_t i = 0; i < LOADS; i++) load_keys(v, first + i * SPAN, key[i]);
   UNROLL
   for (uint32_t i = 0; i < LOADS; i++) {
-    penalise(v, first + i * SPAN, key[i]);
+    adjust(v, first + i * SPAN, key[i]);
     UNROLL
     for (uint32_t j = 0; j < QUAD; j++) {
       float d = distance(v, key[i][j]);
@@ -382,7 +383,7 @@ KERNEL(sample_bins, sample_args, 256) {
     for (uint32_t i = 0; i < LOADS; i++) load_keys(v, first + i * SPAN, key[i]);
     UNROLL
     for (uint32_t i = 0; i < LOADS; i++) {
-      penalise(v, first + i * SPAN, key[i]);
+      adjust(v, first + i * SPAN, key[i]);
       UNROLL
       for (uint32_t j = 0; j < QUAD; j++) {
         float d = distance(v, key[i][j]);
@@ -411,9 +412,11 @@ KERNEL(sample_draw, sample_args, 256) {
   sample_row p = ((const sample_row*)a.params)[row];
   sample_state s = open_state(a, p, row);
   if (!draws(p) || s.key == ORDER_KEY_NEGATIVE_INFINITY) return;
-  row_view v = open_row(a, p, row);
-  v.top = order_value(s.key);
   uint64_t mass_min = least_mass(p);
-  for (uint32_t chunk = block_x(); chunk < a.chunks; chunk += a.blocks) draw_of_chunk(a, v, s, mass_min, row, chunk);
+  for (uint32_t chunk = block_x(); chunk < a.chunks; chunk += a.blocks) {
+    row_view v = open_row(a, p, row);  // in here, so that it takes no scalar registers where the row is finished
+    v.top = order_value(s.key);
+    draw_of_chunk(a, v, s, mass_min, row, chunk);
+  }
   if (step_select::arrives_last((uint32_t*)a.arrivals + row, a.blocks)) finish_draw(a, row);
 }

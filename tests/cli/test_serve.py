@@ -44,7 +44,10 @@ def test_it_serves_and_ends_at_a_signal(demo_path: Path, number: signal.Signals)
             assert json.load(answer)["model"] == "mine"
         process.send_signal(number)
         assert process.wait(30) == 0
-        assert "Traceback" not in process.stderr.read()
+        rest = process.stderr.read()
+        assert "Traceback" not in rest
+        assert "maximum concurrency for 256 tokens: " in "".join(said)
+        assert re.search(r"1 requests in \d+ s \(stop \d, length \d, abort 0, error 0\); \d+ prompt tokens, [1-4] drawn", rest), rest
     finally:
         process.kill()
         process.wait()
@@ -61,6 +64,48 @@ def test_bad_settings_are_refused_at_once(demo_path: Path, tmp_path: Path) -> No
         port = str(taken.getsockname()[1])
         done = run([str(demo_path), "--port", port])
     assert done.returncode == 2 and f"--port {port}" in done.stderr and "next:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("PORT", "99999", "'--port'"), ("HOT_ROWS", "3", "hot_rows is 3"), ("DEVICES", "0,0", "glm53 devices")],
+)
+def test_a_bad_variable_is_named(demo_path: Path, name: str, value: str, said: str) -> None:
+    done = run([str(demo_path), "--port", "0"][: None if name != "PORT" else 1], **{f"GLM53_SERVE_{name}": value})
+    assert done.returncode == 2 and said in done.stderr and f"GLM53_SERVE_{name}" in done.stderr, done.stderr
+
+
+def test_keys_of_a_file_and_a_directory_for_sessions(demo_path: Path, tmp_path: Path) -> None:
+    keys, folder = tmp_path / "keys", tmp_path / "sessions"
+    for text, said in (("\n\n", "has no key"), ("a b\n", "has spaces")):
+        keys.write_text(text)
+        done = run([str(demo_path), "--port", "0", "--api-key-file", str(keys)])
+        assert done.returncode == 2 and said in done.stderr and "next:" in done.stderr and "a b" not in done.stderr
+    keys.write_text("first\n\nsecond\n")
+    done = run([str(demo_path), "--port", "0", "--session-dir", str(folder)])
+    assert done.returncode == 2 and "--session-dir" in done.stderr and "next:" in done.stderr
+    folder.mkdir()
+    arguments = [*SMALL, "--api-key-file", str(keys), "--session-dir", str(folder), "--disable-log-stats"]
+    process = subprocess.Popen([*COMMAND, str(demo_path), *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        found = None
+        while found is None:
+            line = process.stderr.readline()
+            assert line
+            found = re.search(r"ready on (http://127\.0\.0\.1:\d+/v1)", line)
+        for path, body in (("/sessions", {"id": "s"}), ("/sessions/s/save", {"name": "kept"})):
+            headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(found[1] + path, json.dumps(body).encode(), headers), timeout=30) as answer:
+                assert answer.status == 200
+        assert [path.name for path in folder.glob("*/*")] == ["kept.glm53s"]
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 def test_an_engine_that_cannot_open_ends_the_server(demo_path: Path) -> None:

@@ -146,6 +146,16 @@ def test_sample(make: Make, rows: int, vocab: int, tops: int, text: str) -> None
     scratch.free()
 
 
+def test_sample_masks(make: Make) -> None:
+    logits = make(F32, 1, 64)
+    device = logits.device
+    scratch = sampling.SampleScratch.make(device, 1, 64, "check")
+    outputs = make(I32, 1), make(F32, 1), None
+    with pytest.raises(ContractError, match="masks dim 1 is 3, expected 2"):
+        sampling.sample(device.default_stream, scratch, logits, make(U8, 1, sampling.ROW_BYTES), None, *outputs, masks=make(DType.U32, 4, 3))
+    scratch.free()
+
+
 @pytest.mark.parametrize(("rows", "vocab", "text"), [(0, 64, "rows_max is 0"), (1, 524_289, "vocab is 524289"), (1, 0, "vocab is 0")])
 def test_sample_scratch(make: Make, rows: int, vocab: int, text: str) -> None:
     device = make(F32, 1, 1).device
@@ -158,7 +168,9 @@ def test_packed_rows_hold_the_ends_of_every_range() -> None:
     assert packed.shape == (2, sampling.ROW_BYTES) and packed.dtype == np.uint8
     assert packed[0, :8].tolist() == [255] * 8 and packed[1, :8].tolist() == [0] * 8
     assert packed[0, 8:16].tolist() == [255] * 8
-    assert packed[1, 12:16].view(np.int32)[0] == 3
+    assert packed[1, 12:16].view(np.int32)[0] == 3 and packed[:, 40:44].view(np.int32).tolist() == [[-1], [-1]]
+    masked = sampling.pack_rows([(Draw(), 0, 0, 3), (Draw(), 0, 0, 3)], [-1, 5])
+    assert masked[0].tobytes() == packed[1].tobytes() and masked[1, 40:44].view(np.int32)[0] == 5
 
 
 def test_costs_at_the_released_widths() -> None:

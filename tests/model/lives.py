@@ -66,9 +66,9 @@ class World:
             kind = "open"
         else:
             life = self.rng.choice(self.lives)
-            if life.parked and awake >= self.engine.sessions_max and kind != "close":
+            if life.parked and awake >= self.engine.sessions_max and kind not in ("close", "fork", "truncate", "save", "park"):
                 return  # no slot to come back to
-            if kind in ("fork",) and (awake + life.parked >= self.engine.sessions_max or len(self.lives) >= self.naive.sessions_max):
+            if kind == "fork" and ((not life.parked and awake >= self.engine.sessions_max) or len(self.lives) >= self.naive.sessions_max):
                 return
             self._try(kind, life)
         self.done[kind] = self.done.get(kind, 0) + 1
@@ -117,8 +117,6 @@ class World:
 
     def _truncate(self, life: Life) -> None:
         call = ("truncate", self.rng.randint(0, life.session.rows))
-        if life.parked:
-            life.session.resume()
         try:
             self._play(life.session, call)
         finally:  # it has taken place also where it raises
@@ -137,7 +135,7 @@ class World:
         for call in life.calls:
             self._play(twin, call)
         twin.truncate(rows)
-        self.lives.append(Life(made, twin, [*life.calls, ("truncate", rows)]))
+        self.lives.append(Life(made, twin, [*life.calls, ("truncate", rows)], parked=life.parked))
 
     def _park(self, life: Life) -> None:
         life.session.park()
@@ -150,11 +148,11 @@ class World:
             life.session.close()
         finally:
             try:
-                life.session = self.engine.restore(path)
+                life.session = self.engine.restore(path, parked=life.parked)
             except FAILURES:
                 self.failures += 1
                 self._clear()
-                life.session = self.engine.restore(path)
+                life.session = self.engine.restore(path, parked=life.parked)
 
     def _close(self, life: Life) -> None:
         self.lives.remove(life)

@@ -224,7 +224,7 @@ def test_random_lives_with_failing_calls(way: dict[str, Any], make_checkpoint: C
     with open_engine(path, sessions_max=4, **way) as engine, tier_scene.open_resident(path, sessions_max=8) as naive:
         world = World(engine, naive, tmp_path, seed=11, vocab=64, rows_max=600)
         world.fault = FailingCalls()
-        for _ in range(120):
+        for _ in range(200):
             world.act()
         world.fault = None
         world.end()

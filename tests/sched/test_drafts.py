@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from glm53.sched.drafts import TRIAL_ROUNDS, DepthPolicy
+from glm53.sched.drafts import TRIAL_ROUNDS, DepthPolicy, LoadPolicy
 
 
 def play(policy: DepthPolicy, rates: list[float], base_us: float, draft_us: float, rounds: int, seed: int) -> list[int]:
@@ -64,3 +64,18 @@ def test_tries_other_depths_now_and_then() -> None:
 def test_refused(depth_max: int) -> None:
     with pytest.raises(ValueError, match="depth_max"):
         DepthPolicy(depth_max)
+
+
+def test_steps_of_many_rows_have_a_depth_of_their_own() -> None:
+    """Drafts cost next to nothing for one row, and more than they bring for many."""
+    load = LoadPolicy(5)
+    rates = [0.6] * 5
+    one = play(load.of(1), rates, 1000.0, 10.0, 600, 1)
+    many = play(load.of(12), rates, 1000.0, 900.0, 600, 2)
+    assert sum(one[-100:]) / 100 > 3 and sum(many[-100:]) / 100 < 1
+    assert load.of(9) is load.of(16) is not load.of(17) and load.of(1) is not load.of(2)
+    again = play(load.of(1), rates, 1000.0, 10.0, 100, 3)
+    assert sum(again) / 100 > 3, "what was found for many rows is none of one row's business"
+    fresh = LoadPolicy(5)
+    play(fresh.of(1), [0.1] * 5, 1000.0, 10.0, 100, 4)
+    assert fresh.of(8).tokens(1) == fresh.of(1).tokens(1) < 1.5, "what is accepted does not depend on the rows"

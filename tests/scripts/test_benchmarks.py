@@ -189,3 +189,15 @@ def test_crossover(load: Any) -> None:
     crossover = load("bench_append").crossover
     assert crossover([1, 4, 16], [0.5, 0.5, 2.0]) == pytest.approx(8)
     assert crossover([1, 2], [0.5, 0.9]) is None and crossover([1, 2], [1.5, 2.0]) is None
+
+
+def test_sessions(tmp_path: Path) -> None:
+    text = run("bench_sessions", "--tiny", "--out", str(tmp_path))
+    rows = rows_of(tmp_path, "sessions")
+    assert [row["session"] for row in rows] == ["0", "1", "2"]
+    assert all(row["tokens equal"] == row["logprobs equal"] == "True" for row in rows), rows
+    assert all(float(row["alone us a token"]) > 0 and float(row["together us a token"]) > 0 for row in rows)
+    assert "all 3 complete: 72 tokens" in text and "device memory sampled" in text
+    (step,) = rows_of(tmp_path, "step")
+    assert step["rows"] == "3" and 0 < float(step["floor us"]) < float(step["step us, served"])
+    assert float(step["served / floor"]) == pytest.approx(float(step["step us, served"]) / float(step["floor us"]))

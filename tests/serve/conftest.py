@@ -7,9 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_scene import SETTINGS
 from serve_scene import Served, running
 
 from glm53 import Engine
+
+
+@pytest.fixture(scope="session")
+def small_path(make_checkpoint: Callable[..., Path]) -> Path:
+    """A random model with an MTP layer."""
+    return make_checkpoint(layers=4, vocab=64, topk=32, seed=7, mtp=True)
+
+
+@pytest.fixture(scope="module", params=["0", "2"], ids=["", "mtp"])
+def small_engine(small_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Three sessions of that model, without drafts and with two."""
+    with Engine.open(small_path, mtp=request.param, **SETTINGS) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

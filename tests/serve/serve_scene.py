@@ -53,7 +53,7 @@ class Served:
             answer = connection.getresponse()
             text = answer.read()
             kind = answer.getheader("content-type", "")
-            return answer.status, dict(answer.getheaders()), json.loads(text) if kind.startswith("application/json") else text
+            return answer.status, dict(answer.getheaders()), json.loads(text) if text and kind.startswith("application/json") else text
         finally:
             connection.close()
 
@@ -65,11 +65,12 @@ class Served:
         assert parts.pop() == "" and all(part.startswith("data: ") for part in parts)
         return [part[6:] for part in parts]
 
-    def open(self, path: str, body: dict[str, Any]) -> socket.socket:
+    def open(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> socket.socket:
         """A connection that has sent a request and read nothing."""
         raw = json.dumps(body).encode()
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        every = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(raw))} | (headers or {})
+        sock.sendall((f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in every.items()) + "\r\n").encode() + raw)
         return sock
 
     def wait_for(self, load: Load, timeout_s: float = 10.0) -> None:
@@ -83,7 +84,7 @@ class Served:
 @contextmanager
 def running(engine: Engine | None, **settings: Any) -> Iterator[Served]:
     """A server; without an engine one whose model is still being loaded."""
-    api = Api(ServeConfig(names=(NAME,), version="test", **settings))
+    api = Api(ServeConfig(names=(NAME,), version="test", **({"keeps_prompts": False} | settings)))
     sock = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(api.app, log_level="error", timeout_graceful_shutdown=5, ws="none", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,14 @@ from glm53.serve.loop import Load
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+UNKNOWN = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "objekt"}}, "required": ["a"]}}}
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
 
 WRONG: list[tuple[str, Any, int, str | None]] = [
     (CHAT, b"{", 400, None),
@@ -55,18 +64,39 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"messages": MESSAGES, "stream": "yes"}, 400, "stream"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, 400, "stream_options"),
     (CHAT, {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
-    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools[0].function.name"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "browser"}]}, 400, "tools[0].type"),
+    (CHAT, {"messages": MESSAGES, "tools": [TOOL, TOOL]}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "tools": "f"}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice"),
+    (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "sometimes"}, 400, "tool_choice"),
+    (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, 400, "tool_choice"),
+    (CHAT, {"messages": MESSAGES, "tools": [UNKNOWN], "tool_choice": "required"}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "functions": [{"name": "f"}]}, 400, "functions"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format.type"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
+    (CHAT, {"messages": MESSAGES, "response_format": schema_of({"type": "objekt"})}, 400, "response_format.json_schema.schema"),
+    (CHAT, {"messages": MESSAGES, "response_format": schema_of({"not": {}})}, 400, "response_format.json_schema.schema"),
+    (CHAT, {"messages": MESSAGES, "response_format": schema_of({"enum": ["x" * 300_000]})}, 400, "response_format.json_schema.schema"),
+    (CHAT, {"messages": MESSAGES, "guided_regex": "("}, 400, "guided_regex"),
+    (CHAT, {"messages": MESSAGES, "guided_choice": []}, 400, "guided_choice"),
+    (CHAT, {"messages": MESSAGES, "guided_json": "{"}, 400, "guided_json"),
+    (CHAT, {"messages": MESSAGES, "guided_grammar": "root ::= ("}, 400, "guided_grammar"),
+    (CHAT, {"messages": MESSAGES, "structured_outputs": {"json": {}, "regex": "a"}}, 400, "structured_outputs"),
+    (CHAT, {"messages": MESSAGES, "structured_outputs": {"colour": "red"}}, 400, "structured_outputs.colour"),
+    (CHAT, {"messages": MESSAGES, "guided_regex": "a", "response_format": {"type": "json_object"}}, 400, "guided_regex"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "huge"}, 400, "reasoning_effort"),
+    (COMPLETIONS, {"prompt": "x", "response_format": schema_of({"type": "objekt"})}, 400, "response_format.json_schema.schema"),
     (CHAT, {"messages": MESSAGES, "presence_penalty": 1}, 400, "presence_penalty"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}]}, 400, "messages[0].tool_calls"),
     (COMPLETIONS, {}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": ""}, 400, None),
+    (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
     (COMPLETIONS, {"prompt": []}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [1, "x"]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [True]}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": [99999]}, 400, None),
-    (COMPLETIONS, {"prompt": [-1]}, 400, None),
+    (COMPLETIONS, {"prompt": [99999]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt"),
     (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "prompt"),
     (COMPLETIONS, {"prompt": [1] * 512}, 400, "prompt"),
     (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo"),
@@ -193,3 +223,41 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> 
     status, _, answer = served.request("POST", COMPLETIONS, {"prompt": "In the beginning", "temperature": 0, "model": NAME})
     alone = served.engine.generate("In the beginning", SamplingParams(temperature=0.0, max_tokens=16))
     assert status == 200 and answer["choices"][0]["text"] == alone.text
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(serve_with: Callable[..., Any]) -> None:
+    """As if the device had room for a few rows of index keys and one hot cache."""
+    with serve_with() as served:
+        books = served.loop.books
+        one = books.cost(200, True)
+        books.limits = tuple(
+            replace(limit, byte_count=cost) if limit.place != "host" else limit for limit, cost in zip(books.limits, one, strict=True)
+        )
+        status, _, answer = served.request("POST", COMPLETIONS, {"prompt": [1] * 20, "max_tokens": 400})
+        assert (status, answer["error"]["code"]) == (400, "never_fits")
+        for part in ("420 rows", "device 0", "hot cache", "index keys", "--gpu-memory-utilization 0.9"):
+            assert part in answer["error"]["message"], answer
+        texts = [served.open(COMPLETIONS, {"prompt": [index] * 20, "max_tokens": 100, "ignore_eos": True}) for index in range(3)]
+        served.wait_for(Load(1, 2))  # three slots, and memory for one of them
+        for sock in texts:
+            assert sock.recv(20).startswith(b"HTTP/1.1 200")
+            sock.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_past_its_deadline_gets_504(served: Served, stream: bool) -> None:
+    late = LONG | {"timeout_s": 0.05, "n": 3}
+    status, _, answer = served.request("POST", COMPLETIONS, late | {"stream": stream})
+    if status == 200:  # a stream that had begun ends with the error
+        assert stream and b'"code":"deadline_exceeded"' in answer and answer.endswith(b"data: [DONE]\n\n")
+    else:
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    assert served.request("POST", COMPLETIONS, LONG | {"timeout_s": 0})[0] == 400
+    served.wait_for(Load(0, 0))
+
+
+def test_the_server_has_a_deadline_of_its_own(serve_with: Callable[..., Any]) -> None:
+    with serve_with(request_timeout_s=0.05) as served:
+        status, _, answer = served.request("POST", COMPLETIONS, LONG | {"n": 3})
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        assert served.request("POST", COMPLETIONS, {"prompt": [1], "max_tokens": 1, "timeout_s": 30})[0] == 200

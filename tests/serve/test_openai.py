@@ -38,9 +38,8 @@ def test_chat_is_what_the_engine_gives(served: Served, client: Any) -> None:
         assert choice.message.content == (answer if closed else None)
         assert choice.finish_reason == alone.finish_reason
         used = reply.usage
-        assert (used.prompt_tokens, used.completion_tokens) == (len(ids), len(alone.token_ids)) and used.total_tokens == len(ids) + len(
-            alone.token_ids
-        )
+        drawn = len(alone.token_ids) + (alone.finish_reason == "stop")  # the end-of-sequence token counts too
+        assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (len(ids), drawn, len(ids) + drawn)
         assert used.prompt_tokens_details.cached_tokens == 0 and 0 < used.completion_tokens_details.reasoning_tokens <= used.completion_tokens
 
 
@@ -66,13 +65,13 @@ def test_the_wire_ends_with_done_and_has_usage_only_when_asked(served: Served) -
 
 
 def test_chat_logprobs(served: Served, client: Any) -> None:
-    ids = chat_ids(served)
-    alone = served.engine.generate(ids, SamplingParams(temperature=0.0, top_p=0.95, max_tokens=5, logprobs=3))
-    asked: Any = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
+    alone = served.engine.generate(chat_ids(served), SamplingParams(temperature=0.0, top_p=0.95, max_tokens=60, logprobs=3))
+    asked: Any = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 60, "logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     streamed = [c.choices[0].logprobs for c in client.chat.completions.create(**asked, stream=True) if c.choices and c.choices[0].logprobs]
-    assert [one for part in streamed for one in part.content] == whole and len(whole) == 5
-    for one, wanted in zip(whole, alone.logprobs, strict=True):
+    assert [one for part in streamed for one in part.content] == whole and len(whole) > 3
+    assert "".join(one.token for one in whole) == alone.text.partition("</think>")[2]  # of the content, not of the thinking
+    for one, wanted in zip(whole, alone.logprobs[-len(whole) :], strict=True):
         assert one.logprob == pytest.approx(wanted.logprob, abs=1e-6) and len(one.top_logprobs) == 3
         assert bytes(one.bytes) == served.engine.tokenizer.token_bytes(wanted.token_id)  # type: ignore[union-attr]
         assert [top.logprob for top in one.top_logprobs] == pytest.approx([value for _, value in wanted.top], abs=1e-6)
@@ -112,6 +111,15 @@ def test_stop_ignore_eos_and_the_filters(served: Served, client: Any) -> None:
     assert found == alone.text and reply.usage.completion_tokens == 40 and reply.choices[0].finish_reason == "length"
 
 
+def test_reasoning_efforts_are_those_of_the_template(served: Served, client: Any) -> None:
+    words = {"none": "Low", "minimal": "Low", "low": "Low", "medium": "High", "high": "High", "xhigh": "Max", "max": "Max"}
+    for effort, word in words.items():
+        _, _, told = served.request("POST", "/tokenize", {"messages": MESSAGES, "reasoning_effort": effort})
+        assert told["tokens"] == chat_ids(served, reasoning_effort=word.lower())
+    with pytest.raises(openai.BadRequestError, match="none, minimal, low, medium, high, xhigh, max"):
+        client.chat.completions.create(model=NAME, messages=MESSAGES, reasoning_effort="some")
+
+
 def test_completion_logprobs(client: Any) -> None:
     reply = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, max_tokens=4, logprobs=2)
     found = reply.choices[0].logprobs
@@ -130,6 +138,22 @@ def test_rows_of_an_open_session_count_as_cached(served: Served, client: Any) ->
         reply = client.completions.create(model=NAME, prompt=ids, temperature=0, max_tokens=8)
     assert reply.choices[0].text == alone.choices[0].text
     assert (alone.usage.prompt_tokens_details.cached_tokens, reply.usage.prompt_tokens_details.cached_tokens) == (0, 100)
+
+
+def test_a_kept_prompt_and_its_choices_count_as_cached(serve_with: Any) -> None:
+    """The conversation of a client that sends it whole each time is computed once; another key's is another one."""
+    with serve_with(keeps_prompts=True, api_keys=("one", "two")) as served:
+        ids = served.engine.encode(PROMPT + " there was a man, and there was a woman; " * 12)
+        alone = served.engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=8))
+        with openai.OpenAI(base_url=served.url, api_key="one", max_retries=0) as client:
+            made = [client.completions.create(model=NAME, prompt=ids, temperature=0, max_tokens=8) for _ in range(2)]
+            several = client.completions.create(model=NAME, prompt=[*ids[:100], 5], n=3, seed=1, max_tokens=4)
+        assert [reply.choices[0].text for reply in made] == [alone.text] * 2  # type: ignore[union-attr]
+        assert [reply.usage.prompt_tokens_details.cached_tokens for reply in made] == [0, len(ids) - 1]
+        assert several.usage.prompt_tokens_details.cached_tokens == 100 and len(several.choices) == 3
+        with openai.OpenAI(base_url=served.url, api_key="two", max_retries=0) as client:
+            other = client.completions.create(model=NAME, prompt=ids, temperature=0, max_tokens=8)
+        assert other.usage.prompt_tokens_details.cached_tokens == 0 and other.choices[0].text == made[0].choices[0].text
 
 
 def test_models_and_errors_as_the_client_knows_them(client: Any) -> None:
