@@ -107,6 +107,7 @@ def exchange(
         per_step=per_step,
         index=index,
         capacity=capacity,
+        waiting_blocks=d["rows"],
     )
     launch(stream, "exchange_lists", (d["rows"], 1, 1), whole)
 

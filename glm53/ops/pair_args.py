@@ -127,5 +127,5 @@ class exchange_lists_args(Args):
         ("per_step", c_uint32),
         ("index", c_uint32),  # of the exchange in its step, from 1
         ("capacity", c_uint32),  # words of a set, at least rows * (2 k + 1)
-        ("_pad", c_uint32),
+        ("waiting_blocks", c_uint32),  # the first blocks, which may wait for the other device: all
     ]

@@ -30,6 +30,7 @@ LONG_K = 1024  # the constants of the LAUNCH lines in step.hip: products of this
 COLUMNS = {DType.F32: (16, 128), DType.BF16: (32, 256)}  # rows of weights a block; f32 also the router's
 TILE_ROWS = 8  # rows of bf16 x a block
 ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
+_RESIDENT = 3  # blocks of a kernel for one row that share a multiprocessor on sm_90
 _STRANDS = 16  # blocks that wait at once on the cpu runtime: resident_blocks of its spin.h
 _VALUES_MAX = 1 << 32  # of a weight: kernels count them in 32 bits
 _PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER, _PART_PLACE = 1, 2, 3, 4, 5
@@ -259,7 +260,7 @@ def gemv(
         _bind_halves(d, args, x.dtype, segments, halves, norm, part, mail)
     _bind_part(d, args, part, x, segments)
     kernel = _kernel(d, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
-    blocks = args.part_blocks + _product_blocks(args, x.dtype, len(segments), _narrow_below(stream, kernel))
+    blocks = args.part_blocks + _product_blocks(args, x.dtype, len(segments), _blocks_at_once(stream, kernel, args))
     if mail is not None:
         mail.bind(d, args.mail, d["rows"] * d["n0"], blocks)
         args.waiting_blocks = blocks
@@ -405,27 +406,30 @@ def _bind_halves(
     args.partial, args.arrivals = halves.partial.address, halves.arrivals.address
 
 
-def _product_blocks(args: step_gemv_args, dtype: DType, segments: int, units: int = 0) -> int:
+def _product_blocks(args: step_gemv_args, dtype: DType, segments: int, at_once: int = 0) -> int:
     """Blocks of the products of one batch, those of each segment in args.blocks.
 
-    units: a launch of fewer wide blocks than that gets blocks of half the columns instead (args.narrow).
+    at_once: a launch of wide blocks gets blocks of half the columns instead (args.narrow) where no more than so many come of it.
     """
+    router = args.part == _PART_ROUTER
     scalar = dtype is DType.F32
     columns = COLUMNS[dtype][0 if args.wide else 1]
     rows = [args.n[i] * (2 if args.epilogue[i] == Epilogue.SILU else 1) for i in range(segments)]
-    if args.wide and Epilogue.SILU not in list(args.epilogue) and sum(ceil_div(n, columns) for n in rows) < units:
+    fixed = ceil_div(args.n[0], ROUTER_COLUMNS) if router else 0
+    if args.wide and fixed + sum(ceil_div(n, columns // 2) for n in rows[router:]) <= at_once:
         args.narrow, columns = 1, columns // 2
     for index, n in enumerate(rows):
         args.blocks[index] = ceil_div(n, columns) * (args.rows if scalar else ceil_div(args.rows, TILE_ROWS))
-    if not scalar and args.part == _PART_ROUTER:
-        args.blocks[0] = ceil_div(args.n[0], ROUTER_COLUMNS)
+    if not scalar and router:
+        args.blocks[0] = fixed
     return (2 if args.partial else 1) * sum(args.blocks)
 
 
-def _narrow_below(stream: Stream, kernel: str) -> int:
-    """`units` of _product_blocks: multiprocessors of a device whose kernels for one row have narrow blocks, else 0."""
+def _blocks_at_once(stream: Stream, kernel: str, args: step_gemv_args) -> int:
+    """`at_once` of _product_blocks: how many blocks of a kernel for one row the device runs at once, where it has narrow ones, else 0."""
     device = stream.device
-    return device.properties.compute_units if kernel.startswith("step_gemv_one_") and device.arch.startswith("sm_") else 0
+    narrow = "_one_" in kernel and device.arch.startswith("sm_") and not args.partial
+    return _RESIDENT * device.properties.compute_units if narrow else 0
 
 
 def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:

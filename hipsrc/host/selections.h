@@ -150,7 +150,7 @@ DEVICE void drop_groups(const router_args& a, Expert& e) {
     for (uint32_t g = 0; g < a.n_group; g++) {
       before += (e.groups[g] > e.groups[group] || (e.groups[g] == e.groups[group] && g < group)) ? 1u : 0u;
     }
-    if (before >= a.topk_group) e.keys[t] = routing::OUT_OF_GROUP;
+    if (before >= a.topk_group) e.keys[t] = routing::NONE;
   }
 }
 

@@ -15,6 +15,7 @@ extern "C" __device__ const int glm53_overlap = 1;
     name##_body(a);                                                                                             \
   }                                                                                                             \
   DEVICE void name##_body(const args_type& a)
+#define REHEARSES 1
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
 #define EARLY_KERNEL(name, args_type, threads, blocks) \
   extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ args_type a)
@@ -165,6 +166,8 @@ DEVICE void copy8_async(void* to, const void* from) {
 DEVICE void copy4_async(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
+// The line of device memory goes to the L2 cache.
+DEVICE void ask_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from))); }
 DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // copies_commit: the copies since the last one are one batch. copies_wait<N>: all batches but the last N are there.
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -6,6 +6,7 @@
 // last digit are wanted; a chosen entry's place is its rank in its own list and, by binary search, in the other. Integers decide: exact.
 // Words of a row in a mailbox: keys [k], ~positions [k], count; those past the count are neither posted nor waited for. A row without lists exchanges
 // its count, so that neither side is ever more than one exchange ahead.
+// exchange_lists rehearses (portable.h): a block goes through its code once before it waits for the launch before it; `live` is false then.
 // A word that does not come within the budget raises error[0] (mailbox.h); the row then selects nothing, unless it is the identity.
 #include "portable.h"
 #include "mailbox.h"
@@ -88,14 +89,20 @@ DEVICE uint64_t lowest_of(const held_entries& held, uint64_t known, uint32_t k, 
   return known;
 }
 
-// The place of a position among `count` ascending ones of the other list.
-DEVICE uint32_t rank_among(const uint32_t* positions, uint32_t count, uint32_t position) {
-  uint32_t rank = 0;
+// The places of positions, EACH of each list, among those of the other list, totals[side] ascending ones of list `side`; all searches go side by side.
+DEVICE void rank_among(const uint32_t* positions, const uint32_t* totals, const uint32_t* position, uint32_t* ranks) {
   UNROLL
+  for (uint32_t i = 0; i < 2 * EACH; i++) ranks[i] = 0;
+  ROLLED
   for (uint32_t step = K_MAX; step; step /= 2) {
-    if (rank + step <= count && positions[rank + step - 1u] < position) rank += step;
+    UNROLL
+    for (uint32_t i = 0; i < 2 * EACH; i++) {
+      uint32_t other = 1u - i / EACH, next = ranks[i] + step;
+      bool inside = next <= totals[other];
+      uint32_t there = positions[other * K_MAX + (inside ? next - 1u : 0u)];
+      ranks[i] = inside && there < position[i] ? next : ranks[i];
+    }
   }
-  return rank;
 }
 
 // Calls put(place, position) for the selected entries, places in order of position; returns how many they are.
@@ -117,14 +124,13 @@ template <class Put> DEVICE uint32_t place_chosen(const held_entries& held, uint
     }
   }
   block_sync();
+  uint32_t position[2 * EACH], others[2 * EACH];
   UNROLL
-  for (uint32_t side = 0; side < 2; side++) {
-    uint32_t rank = firsts[side];
-    UNROLL
-    for (uint32_t i = 0; i < EACH; i++) {
-      uint32_t position = position_of(held.e[side * EACH + i]);
-      if (chosen >> (side * EACH + i) & 1u) put(rank++ + rank_among(positions + (1u - side) * K_MAX, totals[1u - side], position), position);
-    }
+  for (uint32_t i = 0; i < 2 * EACH; i++) position[i] = position_of(held.e[i]);
+  rank_among(positions, totals, position, others);
+  UNROLL
+  for (uint32_t i = 0; i < 2 * EACH; i++) {
+    if (chosen >> i & 1u) put(firsts[i / EACH]++ + others[i], position[i]);
   }
   return totals[0] + totals[1];
 }
@@ -135,31 +141,44 @@ DEVICE void write_identity(const merge_args& a, uint32_t row, int32_t position) 
   if (thread_id() == 0) ((int32_t*)a.selected_counts)[row] = position < 0 ? 0 : position + 1;
 }
 
-// The drawn selection; returns its count.
-DEVICE uint32_t write_drawn(const merge_args& a, uint32_t row, uint32_t* lds) {
-  const int32_t* draw = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
+// The work-item's part of the drawn selection, if there is one: to be asked for before the other side's list is waited for.
+struct Draw {
+  int32_t positions[EACH];
+};
+DEVICE Draw load_draw(const merge_args& a, uint32_t row) {
+  Draw draw = {};
+  if (!a.drawn) return draw;
+  const int32_t* from = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) draw.positions[i] = from[thread_id() + i * THREADS < a.k ? thread_id() + i * THREADS : 0u];
+  return draw;
+}
+// Writes it; returns its count.
+DEVICE uint32_t write_drawn(const merge_args& a, uint32_t row, const Draw& draw, uint32_t* lds) {
   uint32_t some = 0, count;
-  for (uint32_t i = thread_id(); i < a.k; i += THREADS) {
-    int32_t position = draw[i];
-    ((int32_t*)a.selected)[(uint64_t)row * a.k + i] = position;
-    some += position >= 0 ? 1u : 0u;
+  UNROLL
+  for (uint32_t i = 0; i < EACH; i++) {
+    if (thread_id() + i * THREADS >= a.k) break;
+    ((int32_t*)a.selected)[(uint64_t)row * a.k + thread_id() + i * THREADS] = draw.positions[i];
+    some += draw.positions[i] >= 0 ? 1u : 0u;
   }
   block_scan<THREADS>(some, lds, &count);
   return count;
 }
 
 // A row with scores from what is held. known: an entry of this side's list, if it has any. histogram: zeros.
-DEVICE void merge_row(const merge_args& a, uint32_t row, const held_entries& held, uint64_t known, words16* histogram) {
+DEVICE void merge_row(const merge_args& a, uint32_t row, const held_entries& held, const Draw& draw, uint64_t known, words16* histogram, bool live) {
   SHARED(uint32_t, lds, BLOCK_SCAN);
   int32_t* selected = (int32_t*)a.selected + (uint64_t)row * a.k;
   uint64_t lowest = 1;  // all there are; they exceed k only if both sides have some
   if (held.counts[0] + held.counts[1] > a.k) lowest = lowest_of(held, known, a.k, histogram, lds);
   bool drawn = a.drawn != nullptr;
   uint32_t count = place_chosen(held, lowest, lds, [&](uint32_t place, uint32_t position) {
-    if (!drawn && place < a.k) selected[place] = (int32_t)position;
+    if (live && !drawn && place < a.k) selected[place] = (int32_t)position;
   });
+  if (!live) return;
   if (drawn) {
-    count = write_drawn(a, row, lds);
+    count = write_drawn(a, row, draw, lds);
   } else {
     for (uint32_t i = count + thread_id(); i < a.k; i += THREADS) selected[i] = -1;
   }
@@ -186,7 +205,7 @@ DEVICE void merge_lists(const merge_args& a, uint32_t row) {
   UNROLL
   for (uint32_t side = 0; side < 2; side++) drop_past(held.counts[side], held.e + side * EACH);
   histogram[thread_id()] = {{0, 0, 0, 0}};
-  merge_row(a, row, held, ((const uint64_t*)a.entries)[(uint64_t)row * a.k], histogram);
+  merge_row(a, row, held, load_draw(a, row), ((const uint64_t*)a.entries)[(uint64_t)row * a.k], histogram, true);
 }
 
 // This side's list as words of its row, those of neighbours side by side.
@@ -212,7 +231,7 @@ DEVICE void post_list(const merge_args& a, uint32_t row, uint32_t count, uint64_
 
 // The work-item's entries of the other side's list, and its count; false, with the error raised, if a word did not come. All words are asked for at
 // once. Patience is asked for after the first poll: a work-item that comes later than one that gave up does not wait.
-DEVICE bool receive_list(const exchange_lists_args& a, const uint64_t* words, uint32_t number, uint64_t* e, uint32_t* count) {
+DEVICE bool receive_list(const exchange_lists_args& a, const uint64_t* words, uint32_t number, uint64_t* e, uint32_t* count, bool live) {
   uint32_t k = a.lists.k;
   uint64_t polls = 0, most = 1;
   for (;;) {
@@ -231,7 +250,7 @@ DEVICE bool receive_list(const exchange_lists_args& a, const uint64_t* words, ui
       if (there && ((uint32_t)(high[i] >> 32) != number || (uint32_t)(low[i] >> 32) != number)) came = false;
       e[i] = there ? high[i] << 32 | (uint32_t)low[i] : 0u;
     }
-    if (came) return true;
+    if (came || !live) return true;
     if (polls == 0) most = mailbox::patience(a.error, a.budget);
     if (++polls >= most) break;
     if (polls > QUICK_POLLS) give_way();
@@ -240,26 +259,55 @@ DEVICE bool receive_list(const exchange_lists_args& a, const uint64_t* words, ui
   return false;
 }
 
+// Entries for a rehearsal: k of each list, keys that differ in their lowest digit.
+DEVICE void make_up(held_entries& held, uint32_t k) {
+  UNROLL
+  for (uint32_t i = 0; i < 2 * EACH; i++) {
+    uint32_t at = i / EACH * K_MAX + EACH * thread_id() + i % EACH;
+    held.e[i] = entry_of(at + 1u, at);
+  }
+  UNROLL
+  for (uint32_t side = 0; side < 2; side++) {
+    held.counts[side] = k;
+    drop_past(k, held.e + side * EACH);
+  }
+}
+
 DEVICE void exchange_row(const exchange_lists_args& a, uint32_t row) {
   SHARED(words16, histogram, THREADS);
   SHARED(uint32_t, missing, 1);
   const merge_args& lists = a.lists;
-  uint32_t number = mailbox::number_of(a.counter, a.per_step, a.index), k = lists.k;
-  uint64_t at = mailbox::set_of(number, a.capacity) + (uint64_t)row * (2u * k + 1u);
-  int32_t position = ((const int32_t*)lists.positions)[row];
-  held_entries held;
-  held.counts[0] = position < (int32_t)k ? 0u : count_of(lists.counts, row, k);
-  post_list(lists, row, held.counts[0], (uint64_t*)a.outbox + at, number);
-  load_list(lists.entries, row, k, held.e);
-  drop_past(held.counts[0], held.e);
-  histogram[thread_id()] = {{0, 0, 0, 0}};
-  if (thread_id() == 0) missing[0] = 0;
-  block_sync();  // all words of the block are on their way before any is waited for
-  if (!receive_list(a, (const uint64_t*)a.inbox + at, number, held.e + EACH, &held.counts[1])) missing[0] = 1;
-  block_sync();
-  if (position < (int32_t)k) write_identity(lists, row, position);
-  else if (missing[0]) write_identity(lists, row, -1);
-  else merge_row(lists, row, held, ((const uint64_t*)lists.entries)[(uint64_t)row * k], histogram);
+  uint32_t k = lists.k, number = 0;
+  ROLLED
+  for (uint32_t turn = REHEARSES ? 0u : 1u; turn < 2u; turn++) {
+    bool live = turn == 1u;
+    int32_t position = (int32_t)k;
+    uint64_t at = (uint64_t)row * (2u * k + 1u), known = entry_of(1, 0);
+    held_entries held;
+    Draw draw = {};
+    if (live) {
+      previous_done();
+      number = mailbox::number_of(a.counter, a.per_step, a.index);
+      at += mailbox::set_of(number, a.capacity);
+      position = ((const int32_t*)lists.positions)[row];
+      held.counts[0] = position < (int32_t)k ? 0u : count_of(lists.counts, row, k);
+      post_list(lists, row, held.counts[0], (uint64_t*)a.outbox + at, number);
+      load_list(lists.entries, row, k, held.e);
+      drop_past(held.counts[0], held.e);
+      draw = load_draw(lists, row);
+      known = ((const uint64_t*)lists.entries)[(uint64_t)row * k];
+    }
+    histogram[thread_id()] = {{0, 0, 0, 0}};
+    if (thread_id() == 0) missing[0] = 0;
+    block_sync();  // all words of the block are on their way before any is waited for
+    if (!receive_list(a, (const uint64_t*)a.inbox + at, number, held.e + EACH, &held.counts[1], live)) missing[0] = 1;
+    if (!live) make_up(held, k);
+    block_sync();
+    if (position < (int32_t)k) write_identity(lists, row, position);
+    else if (missing[0]) write_identity(lists, row, -1);
+    else merge_row(lists, row, held, draw, known, histogram, live);
+    if (!live) block_sync();
+  }
 }
 
 }  // namespace merge
@@ -268,4 +316,7 @@ DEVICE void exchange_row(const exchange_lists_args& a, uint32_t row) {
 // LAUNCH merge_lists block=1024 k_max=2048
 KERNEL(merge_lists, merge_args, 1024) { merge::merge_lists(a, block_x()); }
 // LAUNCH exchange_lists block=1024 k_max=2048
-SPIN_KERNEL(exchange_lists, exchange_lists_args, 1024) { merge::exchange_row(a, block_x()); }
+EARLY_KERNEL(exchange_lists, exchange_lists_args, 1024, 1) {
+  next_may_begin();
+  merge::exchange_row(a, block_x());
+}

@@ -178,9 +178,11 @@ template <class T, class W, bool ALIGNED> DEVICE void multiply_pairs(const step_
   if (t % gemv::lanes_of(wide) == 0 && mine < pairs) store_pair<T>(a, s, row, first_row, total[0], total[1]);
 }
 
-// Stores one sum; the 32 lanes have one row and the columns of a block of 32. SILU: 16 of gate, then 16 of up.
-DEVICE void store_sum(const step_gemv_args& a, const Segment& s, uint32_t block, uint32_t lane, uint32_t row, float sum) {
-  uint32_t col = s.epilogue == SILU ? block * (TILE_COLS / 2) + lane % 16 : block * TILE_COLS + lane;
+// Stores one sum of the columns of a block of WIDTH, which the 32 lanes have, the first ones again where it is narrow; they have one row. SILU: half of the
+// columns are of gate, then half of up.
+template <uint32_t WIDTH> DEVICE void store_sum(const step_gemv_args& a, const Segment& s, uint32_t block, uint32_t row, float sum) {
+  constexpr uint32_t HALF = WIDTH / 2;
+  uint32_t lane = tile_lane() % WIDTH, col = s.epilogue == SILU ? block * HALF + lane % HALF : block * WIDTH + lane;
   uint64_t at = output_at(a, s, row, col);
   bf16* y = (bf16*)s.y + at;
   bool inside = col < s.n;
@@ -190,8 +192,8 @@ DEVICE void store_sum(const step_gemv_args& a, const Segment& s, uint32_t block,
   }
   float value = rounded<bf16>::of(sum);
   if (s.epilogue == SILU) {
-    float up = shuffle_xor(value, 16);
-    if (inside && lane < 16) store_f32(y, rounded<bf16>::of(silu_f32(value)) * up);
+    float up = shuffle_xor(value, HALF);
+    if (inside && lane < HALF) store_f32(y, rounded<bf16>::of(silu_f32(value)) * up);
     return;
   }
   if (s.epilogue == ROPE) {
@@ -235,18 +237,19 @@ template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args&
   Segment to = segment_at(a, again);
   set = set_of(again.block, turns);
   first_row = (again.block - set * turns) * ROWS;
-  for_outputs(w, part, rows, o, [&](uint32_t wave, uint32_t lane, uint32_t r, float sum) {
-    store_sum(a, to, wide ? set : set * WAVES + wave, lane, first_row + r, sum);
+  for_outputs(w, part, rows, o, [&](uint32_t wave, uint32_t, uint32_t r, float sum) {
+    store_sum<TILE_COLS>(a, to, wide ? set : set * WAVES + wave, first_row + r, sum);
   });
 }
 
 #if defined(TILE_MMA)
-// One row of x times the block's rows of weights. T: tiles of 16 rows a wave; 1: wide, no SILU.
+// One row of x times the block's rows of weights. T: tiles of 16 rows a wave; 1: wide.
 template <class W, bool ROUTER, uint32_t T> DEVICE void multiply_one(const step_gemv_args& a, const wave_one::Lds& lds) {
   using namespace wave_product;
   bool wide = T == 1 || a.wide;
   Segment s = segment_at(a, place_of<bf16>(a, product_block<ROUTER>(a, block_x())));
-  uint32_t silu = T == 2 && s.epilogue == SILU, span = silu ? TILE_COLS / 2 : 16 * T;
+  constexpr uint32_t WIDTH = wave_one::TILE_ROWS<T>;
+  uint32_t span = s.epilogue == SILU ? WIDTH / 2 : WIDTH;
   uint32_t first = (wide ? s.block : s.block * WAVES + tile_group()) * span;
   uint32_t before = a.x_batch_stride ? s.batch * s.n : 0u, last = s.n - 1u, up = s.n;
   Weights w = {a.k, a.k, 0, 1, wide};
@@ -256,20 +259,21 @@ template <class W, bool ROUTER, uint32_t T> DEVICE void multiply_one(const step_
     uint32_t col = first + (i < span ? i : i - span);
     return before + (col < last ? col : last) + (i < span ? 0u : up);
   });
+  if (a.norm && 8 * thread_id() < a.k) ask_line((const bf16*)a.norm + 8 * thread_id());  // what the first runs need
   previous_done();
   const bf16* x = (const bf16*)a.x + s.batch * a.x_batch_stride;
   Operand o = {(const bf16*)a.norm, a.eps, nullptr};
   wave_one::product(walk, w, at, lds, [&](uint32_t) { return x; }, o);
-  wave_one::for_outputs<T>(w, lds, o, [&](uint32_t wave, uint32_t lane, uint32_t row, float sum) {
-    if (T == 1) store_sum(a, s, s.block / 2, s.block % 2 * 16 + lane, row, sum);
-    else store_sum(a, s, wide ? s.block : s.block * WAVES + wave, lane, row, sum);
+  wave_one::for_outputs<T>(w, lds, o, [&](uint32_t wave, uint32_t, uint32_t row, float sum) {
+    store_sum<WIDTH>(a, s, wide ? s.block : s.block * WAVES + wave, row, sum);
   });
 }
 #endif
 
 // The router's logits of bf16 x: all work-items of a block share ROUTER_COLS rows of f32 weights, chunk c of 4 values belongs to work-item c % 256,
 // which adds x * norm * w, and the squares of x, in ascending order. Then a butterfly over 32 lanes, and the waves in order; the norm's scale comes
-// last. Each block writes its share of the values of each row of h.
+// last. Each block writes its share of the values of each row of h. ONE: one row of x, and the weights of column 0 wait in LDS, where a work-item
+// reads what it copied itself, so that three blocks share a multiprocessor's registers.
 struct RouterSums {
   float of[ROUTER_COLS + 1];  // the last: of squares
 };
@@ -279,30 +283,37 @@ DEVICE void load_pair(const bf16* from, uint32_t* word) {
   word[0] = (uint32_t)both;
   word[1] = (uint32_t)(both >> 32);
 }
-DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t first_row, uint32_t span, RouterSums* sums) {
-  constexpr uint32_t EACH = 6;
-  uint32_t t = thread_id(), chunks = a.k / 4, rows = a.rows - first_row, w[ROUTER_COLS][EACH][4], g[EACH][2];
+constexpr uint32_t ROUTER_EACH = 6, ROUTER_SPAN = ROUTER_EACH * 256;  // chunks under way, of a work-item and of the block
+template <bool ONE> constexpr uint32_t router_rows = ONE ? 1 : ROUTER_ROWS;
+template <bool ONE>
+DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t first_row, uint32_t span, words16* held, RouterSums* sums) {
+  constexpr uint32_t EACH = ROUTER_EACH;
+  uint32_t t = thread_id(), chunks = a.k / 4, rows = ONE ? 1u : a.rows - first_row, w[ROUTER_COLS][EACH][4], g[EACH][2];
   UNROLL
   for (uint32_t i = 0; i < EACH; i++) {
     uint32_t chunk = span + t + 256 * i;
     UNROLL
     for (uint32_t c = 0; c < ROUTER_COLS; c++) {
       uint32_t column = s.block * ROUTER_COLS + c;
+      const float* from = in_global((const float*)s.codes) + (uint64_t)(column < s.n ? column : s.n - 1u) * a.k + 4 * chunk;
+#if defined(TILE_MMA)
+      if (ONE && c == 0) {
+        if (chunk < chunks) copy16_async(held + t + 256 * i, from);
+        else held[t + 256 * i] = {{0, 0, 0, 0}};
+        continue;
+      }
+#endif
       UNROLL
       for (uint32_t j = 0; j < 4; j++) w[c][i][j] = 0;
-      if (chunk < chunks) load16(in_global((const float*)s.codes) + (uint64_t)(column < s.n ? column : s.n - 1u) * a.k + 4 * chunk, w[c][i]);
+      if (chunk < chunks) load16(from, w[c][i]);
     }
-  }
-  if (first_row + span == 0) previous_done();
-  UNROLL
-  for (uint32_t i = 0; i < EACH; i++) {
-    uint32_t chunk = span + t + 256 * i;
     g[i][0] = g[i][1] = 0x3f803f80u;  // 1
     if (a.norm && chunk < chunks) load_pair(in_global((const bf16*)a.norm) + 4 * chunk, g[i]);
   }
+  if (first_row + span == 0) previous_done();
   UNROLL
-  for (uint32_t r = 0; r < ROUTER_ROWS; r++) {
-    if (r >= opaque(rows)) continue;  // opaque: else 8 conditions are kept in registers of the wave
+  for (uint32_t r = 0; r < router_rows<ONE>; r++) {
+    if (!ONE && r >= opaque(rows)) continue;  // opaque: else 8 conditions are kept in registers of the wave
     const bf16* x = in_global((const bf16*)a.x) + (uint64_t)(first_row + r) * a.x_stride;
     uint32_t v[EACH][2];
     UNROLL
@@ -311,8 +322,16 @@ DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t 
       v[i][0] = v[i][1] = 0;
       if (chunk < chunks) load_pair(x + 4 * chunk, v[i]);
     }
+#if defined(TILE_MMA)
+    if (ONE) copies_done();
+#endif
     UNROLL
     for (uint32_t i = 0; i < EACH; i++) {
+      if (ONE) {
+        words16 word = held[t + 256 * i];
+        UNROLL
+        for (uint32_t j = 0; j < 4; j++) w[0][i][j] = word.w[j];
+      }
       UNROLL
       for (uint32_t j = 0; j < 4; j++) {
         float value = bf16_weights::value(v[i], j), scaled = value * bf16_weights::value(g[i], j);
@@ -323,18 +342,18 @@ DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t 
     }
   }
 }
-DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, const Lds& lds) {
-  constexpr uint32_t ROWS = ROUTER_ROWS, SPAN = 6 * 256, EACH = ROUTER_COLS + 1;
+template <bool ONE> DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, const Lds& lds) {
+  constexpr uint32_t ROWS = router_rows<ONE>, EACH = ROUTER_COLS + 1;
   uint32_t t = thread_id(), blocks = (s.n + ROUTER_COLS - 1) / ROUTER_COLS;
   ROLLED
-  for (uint32_t first = 0; first < a.rows; first += ROWS) {
+  for (uint32_t first = 0; first < (ONE ? 1u : a.rows); first += ROWS) {
     uint32_t rows = a.rows - first < ROWS ? a.rows - first : ROWS;
     RouterSums sums[ROWS] = {};
     ROLLED
-    for (uint32_t span = 0; span < a.k / 4; span += SPAN) add_router_span(a, s, first, span, sums);
+    for (uint32_t span = 0; span < a.k / 4; span += ROUTER_SPAN) add_router_span<ONE>(a, s, first, span, lds.x, sums);
     UNROLL
     for (uint32_t r = 0; r < ROWS; r++) {
-      if (r >= opaque(rows)) continue;
+      if (!ONE && r >= opaque(rows)) continue;
       lanes_sum<32>(sums[r].of);
       UNROLL
       for (uint32_t i = 0; i < EACH; i++) {
@@ -432,9 +451,21 @@ template <class T> DEVICE void finish_rows(const step_gemv_args& a, uint32_t r, 
                      share::row_of((uint32_t)position, p.key_extent_rows, p.key_sides));
 }
 
-// Part ROUTER, by every block of segment 0 when its logits are stored: the last one to come picks the experts of all rows.
+// ONE: the bias is on its way to LDS behind the weights; to be called before any is waited for.
+static_assert(ROUTER_SPAN + routing::EXPERTS_MAX / 4 <= X_UNITS, "weights and bias in the LDS of x");
+DEVICE float* bias_in(const Lds& lds) { return (float*)(lds.x + ROUTER_SPAN); }
+DEVICE void ask_bias(const step_router_args& p, const Lds& lds) {
+#if defined(TILE_MMA)
+  if (thread_id() < p.experts) copy4_async(bias_in(lds) + thread_id(), in_global((const float*)p.bias) + thread_id());
+#else
+  (void)p, (void)lds;
+#endif
+}
+
+// Part ROUTER, by every block of segment 0 when its logits are stored: the last one to come picks the experts of all rows, of ONE as a block.
 static_assert(gemv::THREADS / 32 * routing::SCRATCH_WORDS * 4 <= X_UNITS * 16, "the picks of all waves work in the LDS of x");
-template <class T> DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds) {
+static_assert(routing::SCRATCH_WORDS * 4 <= ROUTER_SPAN * 16, "beside the bias");
+template <class T, bool ONE> DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds) {
   const step_router_args& p = a.part_router;
   uint32_t* words = (uint32_t*)lds.x;
   fence_device();
@@ -443,12 +474,19 @@ template <class T> DEVICE void route_last(const step_gemv_args& a, const Segment
   block_sync();
   if (words[0] + 1u != blocks_of<T>(a, 0)) return;
   fence_device();
-  block_sync();
   if (thread_id() == 0) *(uint32_t*)p.arrivals = 0;
-  router_args router = {s.y, p.bias, p.ids, p.weights, p.experts, p.k, p.n_group, p.topk_group, p.normalise, p.scaling};
+  void* bias = ONE ? bias_in(lds) : p.bias;
+  router_args router = {s.y, bias, p.ids, p.weights, p.experts, p.k, p.n_group, p.topk_group, p.normalise, p.scaling};
   block_sync();  // words[0]
+  if (ONE) {
+    routing::pick<gemv::THREADS>(router, 0, routing::scratch_in(words));
+    return;
+  }
   words += tile_group() * routing::SCRATCH_WORDS;
-  for (uint32_t row = tile_group(); row < a.rows; row += gemv::THREADS / 32) routing::pick(router, row, {words, words + routing::EXPERTS_MAX});
+  for (uint32_t row = tile_group(); row < a.rows; row += gemv::THREADS / 32) {
+    wave_sync();
+    routing::pick<32>(router, row, routing::scratch_in(words));
+  }
 }
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {
@@ -491,7 +529,7 @@ template <class T, class W, bool ROUTER, bool ONE = false> DEVICE void run(const
         SHARED(words16, planes, wave_one::X_UNITS);
         SHARED(uint64_t, scales, wave_product::WAVES * wave_product::COLS);
         wave_one::Lds part = {x, scales, planes, x_scale, nullptr, sums, partial};
-        if (!ROUTER && a.narrow) multiply_one<W, ROUTER, 1>(a, part);
+        if (a.narrow) multiply_one<W, ROUTER, 1>(a, part);
         else multiply_one<W, ROUTER, 2>(a, part);
         return;
       }
@@ -501,10 +539,11 @@ template <class T, class W, bool ROUTER, bool ONE = false> DEVICE void run(const
     }
   }
   Segment s = segment_at(a, place_of<T>(a, product_block<ROUTER>(a, block_x())));
-  if constexpr (TILES) multiply_router(a, s, lds);
+  if constexpr (SMALL && ROUTER) ask_bias(a.part_router, lds);
+  if constexpr (TILES) multiply_router<SMALL>(a, s, lds);
   else if (ROUTER && s.index == 0) multiply_scalar<T, f32_weights>(a, s, lds);
   else multiply_scalar<T, W>(a, s, lds);
-  if (ROUTER && s.index == 0) route_last<T>(a, s, lds);
+  if (ROUTER && s.index == 0) route_last<T, SMALL>(a, s, lds);
 }
 
 }  // namespace step
@@ -535,4 +574,4 @@ EARLY_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf
 // LAUNCH step_gemv_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
 EARLY_KERNEL(step_gemv_one_bf16_q8g64, step_gemv_args, 256, 3) { step::run<bf16, q8g64_weights, false, true>(a); }
 // LAUNCH step_gemv_router_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
-EARLY_KERNEL(step_gemv_router_one_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, true, true>(a); }
+EARLY_KERNEL(step_gemv_router_one_bf16_q8g64, step_gemv_args, 256, 3) { step::run<bf16, q8g64_weights, true, true>(a); }

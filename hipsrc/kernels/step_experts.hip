@@ -227,11 +227,13 @@ DEVICE Weights down_part(const step_down_args& a, uint32_t k, uint32_t matrices,
 }
 
 // The outputs of a block of T = bf16, columns from `first` on of row `row`; sum(wave, row) of what was multiplied here. word: LDS of the caller's.
-template <class Sum> DEVICE void store_down(const step_down_args& a, uint32_t row, uint32_t first, uint32_t half, uint32_t* word, const Sum& sum) {
+// number: of the exchange with the other device, if there is one.
+template <class Sum>
+DEVICE void store_down(const step_down_args& a, uint32_t number, uint32_t row, uint32_t first, uint32_t half, uint32_t* word, const Sum& sum) {
   uint32_t y = row * a.n + first;
   bool inside = first + tile_lane() < a.n;
   if (a.mail.outbox) {
-    sum_mail::add_other(a.mail, true, 1, a.residual, a.y, [&](uint32_t, uint32_t) { return inside ? y + tile_lane() : sum_mail::OUTSIDE; }, sum);
+    sum_mail::add_other(a.mail, number, true, 1, a.residual, a.y, [&](uint32_t, uint32_t) { return inside ? y + tile_lane() : sum_mail::OUTSIDE; }, sum);
     return;
   }
   if (!a.residual) {
@@ -270,7 +272,7 @@ template <class W, class S> DEVICE void down_tiles(const step_down_args& a, cons
   const bf16* act = (const bf16*)a.act + (uint64_t)row * a.slots * a.k + routed.first;
   auto x = [&](uint32_t slot, uint32_t) { return outside(slot) ? nullptr : act + (uint64_t)slot * a.k; };
   product(walk, routed, at, lds, 1, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
-  store_down(a, row, first, half, word, [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; });
+  store_down(a, sum_mail::number_of(a.mail), row, first, half, word, [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; });
 }
 
 #if defined(TILE_MMA)
@@ -285,24 +287,28 @@ template <class W, class S> DEVICE void down_one(const step_down_args& a, const 
   wave_one::begin(shared, common, lds, shared_at, column);
   previous_done();
   const int32_t* ids = (const int32_t*)a.ids + (uint64_t)row * a.slots;
+  uint32_t number = sum_mail::number_of(a.mail);
   uint32_t id = tile_lane() < a.slots ? (uint32_t)ids[tile_lane()] : 0u;  // of slot tile_lane()
   const bf16* shared_act = (const bf16*)a.shared_act + (uint64_t)row * a.shared_k + common.first;
-  wave_one::add_runs(shared, common, shared_at, lds, [&](uint32_t) { return shared_act; }, {});
-  wave_sync();
-  float of_shared = lds.sums[tile_group() * COLS + tile_lane()];
   auto at = [&](uint32_t slot) {
     uint32_t expert = shuffle_from(id, slot);
     uint64_t before = (uint64_t)(expert < a.experts ? expert : 0u) * a.n;
     return Matrix{(const uint8_t*)a.codes + before * W::row_bytes(a.k), (const uint16_t*)a.scales + before * (a.k / WEIGHT_GROUP)};
   };
   wave_one::Walk<W> walk;
-  wave_one::begin(walk, routed, lds, at, column);
+  wave_one::add_runs(shared, common, shared_at, lds, [&](uint32_t) { return shared_act; }, {}, [&](uint32_t stage) {
+    if (stage == 0) wave_one::place(walk, routed, at, column);
+    wave_one::copy_stage(walk, routed, lds, stage, stage);
+  });
+  wave_sync();
+  float of_shared = lds.sums[tile_group() * COLS + tile_lane()];
   const bf16* act = (const bf16*)a.act + (uint64_t)row * a.slots * a.k + routed.first;
   auto x = [&](uint32_t slot) { return shuffle_from(id, slot) < a.experts ? act + (uint64_t)slot * a.k : nullptr; };
-  wave_one::add_runs(walk, routed, at, lds, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
+  Operand weighed = {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots};
+  wave_one::add_runs(walk, routed, at, lds, x, weighed, [](uint32_t) { copies_commit(); });
   of_waves[tile_group() * COLS + tile_lane()] = of_shared;
   block_sync();
-  store_down(a, row, first, half, word, [&](uint32_t, uint32_t) {
+  store_down(a, number, row, first, half, word, [&](uint32_t, uint32_t) {
     wave_one::Lds beside = lds;
     beside.sums = of_waves;
     return wave_one::sum_of(routed, lds, 0, {}) + wave_one::sum_of(common, beside, 0, {});

@@ -58,7 +58,7 @@ template <class W> DEVICE void run(const step_gemv_args& a) {
     return to < a.n[0] ? ((share.set - set * turns) * ROWS + row) * a.y_stride[0] + to : sum_mail::OUTSIDE;
   };
   if (share.sent) {
-    sum_mail::add_other(a.mail, wide, rows, a.residual, a.y[0], output, sum);
+    sum_mail::add_other(a.mail, sum_mail::number_of(a.mail), wide, rows, a.residual, a.y[0], output, sum);
     return;
   }
   Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
@@ -69,7 +69,36 @@ template <class W> DEVICE void run(const step_gemv_args& a) {
 }
 
 #if defined(TILE_MMA)
-// One row of x.
+// One row of x. T: tiles of 16 rows a wave; 1: wide, on a side of a pair.
+template <class W, uint32_t T> DEVICE void multiply_one(const step_gemv_args& a, const wave_one::Lds& lds, uint32_t* word) {
+  constexpr uint32_t WIDTH = wave_one::TILE_ROWS<T>;
+  Share share = share_of(a, block_x() - a.part_blocks);
+  uint32_t set = share.set, last = a.n[0] - 1u;
+  bool wide = T == 1 || a.wide;
+  uint32_t column = (wide ? set : set * WAVES + tile_group()) * WIDTH;
+  Weights w = weights_of(a, share);
+  auto at = [&](uint32_t) { return Matrix{(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}; };
+  wave_one::Walk<W, T> walk;
+  wave_one::begin(walk, w, lds, at, [&](uint32_t i) { return column + i < last ? column + i : last; });
+  previous_done();
+  uint32_t number = sum_mail::number_of(a.mail);
+  const bf16* x = (const bf16*)a.x + w.first;
+  wave_one::product(walk, w, at, lds, [&](uint32_t) { return x; }, {});
+  auto sum = [&](uint32_t wave, uint32_t) { return wave_one::sum_of<T>(w, lds, wave, {}); };
+  auto output = [&](uint32_t wave, uint32_t) {
+    uint32_t to = (wide ? set : set * WAVES + wave) * WIDTH + tile_lane();
+    return to <= last && tile_lane() < WIDTH ? to : sum_mail::OUTSIDE;
+  };
+  if (T == 1 || share.sent) {
+    sum_mail::add_other(a.mail, number, wide, 1, a.residual, a.y[0], output, sum);
+    return;
+  }
+  for_both({(float*)a.partial, (uint32_t*)a.arrivals}, set, share.half, wide, 1, word, sum, [&](uint32_t wave, uint32_t, uint32_t row, float both) {
+    uint32_t to = output(wave, row);
+    if (to != sum_mail::OUTSIDE) store_f32((bf16*)a.y[0] + to, load_f32((const bf16*)a.residual + to) + both);
+  });
+}
+
 template <class W> DEVICE void run_one(const step_gemv_args& a) {
   SHARED(words16, ring, wave_one::RING_UNITS);
   SHARED(uint64_t, scales, WAVES * COLS);
@@ -83,31 +112,9 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) {
     history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
     return;
   }
-  Share share = share_of(a, block_x() - a.part_blocks);
-  uint32_t set = share.set, last = a.n[0] - 1u;
-  bool wide = a.wide;
-  uint32_t column = (wide ? set : set * WAVES + tile_group()) * COLS;
-  Weights w = weights_of(a, share);
-  auto at = [&](uint32_t) { return Matrix{(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}; };
   wave_one::Lds lds = {ring, scales, planes, x_scale, nullptr, sums, nullptr};
-  wave_one::Walk<W> walk;
-  wave_one::begin(walk, w, lds, at, [&](uint32_t i) { return column + i < last ? column + i : last; });
-  previous_done();
-  const bf16* x = (const bf16*)a.x + w.first;
-  wave_one::product(walk, w, at, lds, [&](uint32_t) { return x; }, {});
-  auto sum = [&](uint32_t wave, uint32_t) { return wave_one::sum_of(w, lds, wave, {}); };
-  auto output = [&](uint32_t wave, uint32_t) {
-    uint32_t to = (wide ? set : set * WAVES + wave) * COLS + tile_lane();
-    return to <= last ? to : sum_mail::OUTSIDE;
-  };
-  if (share.sent) {
-    sum_mail::add_other(a.mail, wide, 1, a.residual, a.y[0], output, sum);
-    return;
-  }
-  for_both({(float*)a.partial, (uint32_t*)a.arrivals}, set, share.half, wide, 1, word, sum, [&](uint32_t wave, uint32_t, uint32_t row, float both) {
-    uint32_t to = output(wave, row);
-    if (to != sum_mail::OUTSIDE) store_f32((bf16*)a.y[0] + to, load_f32((const bf16*)a.residual + to) + both);
-  });
+  if (a.narrow) multiply_one<W, 1>(a, lds, word);
+  else multiply_one<W, 2>(a, lds, word);
 }
 #else
 template <class W> DEVICE void run_one(const step_gemv_args& a) { run<W>(a); }
@@ -120,6 +127,6 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) { run<W>(a); }
 EARLY_KERNEL(step_halves_bf16_bf16, step_gemv_args, 256, 2) { step_halves::run<bf16_weights>(a); }
 // LAUNCH step_halves_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024
 EARLY_KERNEL(step_halves_bf16_q8g64, step_gemv_args, 256, 3) { step_halves::run<q8g64_weights>(a); }
-// Of one row of x: the same bits.
+// Of one row of x: the same bits. a.narrow: half of cols a block.
 // LAUNCH step_halves_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024
 EARLY_KERNEL(step_halves_one_bf16_q8g64, step_gemv_args, 256, 3) { step_halves::run_one<q8g64_weights>(a); }

@@ -10,12 +10,14 @@ namespace sum_mail {
 
 constexpr uint32_t OUTSIDE = ~0u;
 
-// at(wave, row): which of all outputs is this work-item's, or OUTSIDE; sum(wave, row): its sum on this device.
+// Of the exchange, where there is one. To be asked for before the product, for it comes from memory.
+DEVICE uint32_t number_of(const sum_mail_args& m) { return m.outbox ? mailbox::number_of(m.counter, m.per_step, m.index) : 0u; }
+
+// at(wave, row): which of all outputs is this work-item's, or OUTSIDE; sum(wave, row): its sum on this device. number: of the exchange.
 template <class At, class Sum>
-DEVICE void add_other(const sum_mail_args& m, bool wide, uint32_t rows, const void* residual, void* y, const At& at, const Sum& sum) {
+DEVICE void add_other(const sum_mail_args& m, uint32_t number, bool wide, uint32_t rows, const void* residual, void* y, const At& at, const Sum& sum) {
   bool alone = wide && rows == 1u;  // then all outputs are wave 0's
   if (alone && tile_group()) return;
-  uint32_t number = mailbox::number_of(m.counter, m.per_step, m.index);
   uint64_t set = mailbox::set_of(number, m.capacity);
   wave_product::for_rows(wide, rows, [&](uint32_t wave, uint32_t row) {
     uint32_t i = at(wave, row);

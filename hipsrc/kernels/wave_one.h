@@ -75,9 +75,8 @@ template <class W, uint32_t T> DEVICE void copy_stage(const Walk<W, T>& walk, co
   copies_commit();
 }
 
-// row(i): index of the row of weights of column i < TILE_ROWS<T>; at(i): matrix i < w.matrices. The first copies are on their way.
-template <class W, uint32_t T, class At, class Row>
-DEVICE void begin(Walk<W, T>& walk, const Weights& w, const Lds& lds, const At& at, const Row& row) {
+// row(i): index of the row of weights of column i < TILE_ROWS<T>; at(i): matrix i < w.matrices.
+template <class W, uint32_t T, class At, class Row> DEVICE void place(Walk<W, T>& walk, const Weights& w, const At& at, const Row& row) {
   UNROLL
   for (uint32_t i = 0; i < 2 * T; i++) {
     walk.at[i] = row(load_row(i)) * (w.pitch / GROUP * group_units<W>) + w.first / GROUP * group_units<W> + part();
@@ -86,6 +85,12 @@ DEVICE void begin(Walk<W, T>& walk, const Weights& w, const Lds& lds, const At& 
   walk.scale_at = row(tile_lane() % TILE_ROWS<T>) * (w.pitch / GROUP) + w.first / GROUP;
   walk.cursor = first_run(w);
   walk.from = at(walk.cursor.matrix < w.matrices ? walk.cursor.matrix : 0u);
+}
+
+// As `place`; the first copies are on their way.
+template <class W, uint32_t T, class At, class Row>
+DEVICE void begin(Walk<W, T>& walk, const Weights& w, const Lds& lds, const At& at, const Row& row) {
+  place(walk, w, at, row);
   UNROLL
   for (uint32_t stage = 0; stage < DEPTH<T>; stage++) copy_stage(walk, w, lds, stage, stage);
 }
@@ -182,15 +187,17 @@ template <class W> DEVICE float put(const Asked& asked, const Lds& lds, const Op
   return square;
 }
 
-// The sums of this wave into its row of LDS; block_sync before others read them. x(matrix): k values.
-template <class W, uint32_t T, class At, class X>
-DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds& lds, const X& x, const Operand& o) {
+// The sums of this wave into its row of LDS; block_sync before others read them. x(matrix): k values. next(stage): makes the first copies of stage
+// `stage` < DEPTH<T> of the product after this one, into its slot of the ring, which goes on without a pause.
+template <class W, uint32_t T, class At, class X, class Next>
+DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds& lds, const X& x, const Operand& o, const Next& next) {
   Cursor c = walk.cursor;
   Asked asked;
   ask(asked, w, x, o, c);
   float square = 0.0f;
+  uint32_t turns = turns_in(w);
   ROLLED
-  for (uint32_t left = turns_in(w); left; left--) {
+  for (uint32_t left = turns ? turns : 1u; left; left--) {  // one at least, for `next`
     square = put<W>(asked, lds, o, square);
     uint32_t groups = c.matrix < w.matrices ? groups_in(w) - c.run * RUN : 0u, scale[2 * T][2];
     next_run(c, w);
@@ -210,7 +217,9 @@ DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds
         walk.cursor = c;
         if (w.matrices > 1u && c.matrix < w.matrices) walk.from = at(c.matrix);
       }
-      copy_stage(walk, w, lds, (stage + DEPTH<T>) % STAGES<W>, stage % DEPTH<T>);
+      uint32_t later = (stage + DEPTH<T>) % STAGES<W>;
+      if (later < DEPTH<T> && left == 1u) next(later);
+      else copy_stage(walk, w, lds, later, stage % DEPTH<T>);
     }
   }
   if (o.norm) {
@@ -226,7 +235,7 @@ DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds
 
 template <class W, uint32_t T, class At, class X>
 DEVICE void product(Walk<W, T>& walk, const Weights& w, const At& at, const Lds& lds, const X& x, const Operand& o) {
-  add_runs(walk, w, at, lds, x, o);
+  add_runs(walk, w, at, lds, x, o, [](uint32_t) { copies_commit(); });
   block_sync();
 }
 
