@@ -260,7 +260,8 @@ def gemv(
         _bind_halves(d, args, x.dtype, segments, halves, norm, part, mail)
     _bind_part(d, args, part, x, segments)
     kernel = _kernel(d, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
-    blocks = args.part_blocks + _product_blocks(args, x.dtype, len(segments), _blocks_at_once(stream, kernel, args))
+    at_once = blocks_at_once(stream) if "_one_" in kernel and not args.partial else 0
+    blocks = args.part_blocks + _product_blocks(args, x.dtype, len(segments), at_once)
     if mail is not None:
         mail.bind(d, args.mail, d["rows"] * d["n0"], blocks)
         args.waiting_blocks = blocks
@@ -425,11 +426,10 @@ def _product_blocks(args: step_gemv_args, dtype: DType, segments: int, at_once: 
     return (2 if args.partial else 1) * sum(args.blocks)
 
 
-def _blocks_at_once(stream: Stream, kernel: str, args: step_gemv_args) -> int:
-    """`at_once` of _product_blocks: how many blocks of a kernel for one row the device runs at once, where it has narrow ones, else 0."""
+def blocks_at_once(stream: Stream) -> int:
+    """How many blocks of a kernel for one row the device runs at once, where these kernels can have narrow blocks, else 0."""
     device = stream.device
-    narrow = "_one_" in kernel and device.arch.startswith("sm_") and not args.partial
-    return _RESIDENT * device.properties.compute_units if narrow else 0
+    return _RESIDENT * device.properties.compute_units if device.arch.startswith("sm_") else 0
 
 
 def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:

@@ -12,7 +12,7 @@ from glm53.hip import Array, Stream
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import GROUP, Matrix
-from glm53.ops.step import SumMail, kernel_for
+from glm53.ops.step import SumMail, blocks_at_once, kernel_for
 from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.spec import DType, WeightFormat
 
@@ -196,7 +196,11 @@ def _launch_down(d: Dims, stream: Stream, dtype: DType, weight_format: WeightFor
     name = f"step_down_{dtype.label}_{weight_format.label}"
     limits = stream.device.kernel(name).constants
     d.require(args.slots <= limits["slots_max"], f"slots is {args.slots}, expected at most {limits['slots_max']}")
-    sets = ceil_div(args.n, limits["cols"])
+    columns = limits["cols"]
+    scaled = weight_format.quantised and args.shared_format == WeightFormat.Q8G64
+    if mail is not None and scaled and args.rows * ceil_div(args.n, columns // 2) <= blocks_at_once(stream):
+        name, columns = f"step_down_narrow_{dtype.label}_{weight_format.label}", columns // 2
+    sets = ceil_div(args.n, columns)
     if mail is not None:
         mail.bind(d, args.mail, args.rows * args.n, args.rows * sets)
         args.waiting_blocks = args.rows * sets

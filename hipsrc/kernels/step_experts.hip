@@ -226,12 +226,12 @@ DEVICE Weights down_part(const step_down_args& a, uint32_t k, uint32_t matrices,
   return has_both(a) ? half_of(k, matrices, half, true) : Weights{k, k, 0, matrices, true};
 }
 
-// The outputs of a block of T = bf16, columns from `first` on of row `row`; sum(wave, row) of what was multiplied here. word: LDS of the caller's.
+// The outputs of a block of T = bf16, WIDTH columns from `first` on of row `row`; sum(wave, row) of what was multiplied here. word: LDS of the caller's.
 // number: of the exchange with the other device, if there is one.
-template <class Sum>
+template <uint32_t WIDTH, class Sum>
 DEVICE void store_down(const step_down_args& a, uint32_t number, uint32_t row, uint32_t first, uint32_t half, uint32_t* word, const Sum& sum) {
   uint32_t y = row * a.n + first;
-  bool inside = first + tile_lane() < a.n;
+  bool inside = first + tile_lane() < a.n && tile_lane() < WIDTH;
   if (a.mail.outbox) {
     sum_mail::add_other(a.mail, number, true, 1, a.residual, a.y, [&](uint32_t, uint32_t) { return inside ? y + tile_lane() : sum_mail::OUTSIDE; }, sum);
     return;
@@ -272,18 +272,20 @@ template <class W, class S> DEVICE void down_tiles(const step_down_args& a, cons
   const bf16* act = (const bf16*)a.act + (uint64_t)row * a.slots * a.k + routed.first;
   auto x = [&](uint32_t slot, uint32_t) { return outside(slot) ? nullptr : act + (uint64_t)slot * a.k; };
   product(walk, routed, at, lds, 1, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
-  store_down(a, sum_mail::number_of(a.mail), row, first, half, word, [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; });
+  store_down<DOWN_COLS>(a, sum_mail::number_of(a.mail), row, first, half, word, [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; });
 }
 
 #if defined(TILE_MMA)
-// down_tiles where both formats have scales: every block has one row. of_waves [WAVES * COLS]: for the sums of the shared expert.
-template <class W, class S> DEVICE void down_one(const step_down_args& a, const wave_one::Lds& lds, float* of_waves, uint32_t* word) {
-  bool both = has_both(a);
-  uint32_t row = block_x(), half = both ? block_y() % 2 : 0u, first = (both ? block_y() / 2 : block_y()) * DOWN_COLS, last = a.n - 1;
+// down_tiles where both formats have scales: every block has one row. of_waves [WAVES * COLS]: for the sums of the shared expert. T: tiles of 16 rows a
+// wave; 1: on a side of a pair.
+template <class W, class S, uint32_t T> DEVICE void down_one(const step_down_args& a, const wave_one::Lds& lds, float* of_waves, uint32_t* word) {
+  constexpr uint32_t WIDTH = wave_one::TILE_ROWS<T>;
+  bool both = T == 2 && has_both(a);
+  uint32_t row = block_x(), half = both ? block_y() % 2 : 0u, first = (both ? block_y() / 2 : block_y()) * WIDTH, last = a.n - 1;
   auto column = [&](uint32_t i) { return least(first + i, last); };
   Weights common = down_part(a, a.shared_k, 1, half), routed = down_part(a, a.k, a.slots, half);
   auto shared_at = [&](uint32_t) { return Matrix{(const uint8_t*)a.shared_codes, (const uint16_t*)a.shared_scales}; };
-  wave_one::Walk<S> shared;
+  wave_one::Walk<S, T> shared;
   wave_one::begin(shared, common, lds, shared_at, column);
   previous_done();
   const int32_t* ids = (const int32_t*)a.ids + (uint64_t)row * a.slots;
@@ -295,10 +297,10 @@ template <class W, class S> DEVICE void down_one(const step_down_args& a, const 
     uint64_t before = (uint64_t)(expert < a.experts ? expert : 0u) * a.n;
     return Matrix{(const uint8_t*)a.codes + before * W::row_bytes(a.k), (const uint16_t*)a.scales + before * (a.k / WEIGHT_GROUP)};
   };
-  wave_one::Walk<W> walk;
-  wave_one::add_runs(shared, common, shared_at, lds, [&](uint32_t) { return shared_act; }, {}, [&](uint32_t stage) {
-    if (stage == 0) wave_one::place(walk, routed, at, column);
-    wave_one::copy_stage(walk, routed, lds, stage, stage);
+  wave_one::Walk<W, T> walk;
+  wave_one::add_runs(shared, common, shared_at, lds, [&](uint32_t) { return shared_act; }, {}, [&](uint32_t slot) {
+    if (slot == 0) wave_one::place(walk, routed, at, column);
+    wave_one::fill(walk, routed, lds, at, slot);
   });
   wave_sync();
   float of_shared = lds.sums[tile_group() * COLS + tile_lane()];
@@ -308,17 +310,18 @@ template <class W, class S> DEVICE void down_one(const step_down_args& a, const 
   wave_one::add_runs(walk, routed, at, lds, x, weighed, [](uint32_t) { copies_commit(); });
   of_waves[tile_group() * COLS + tile_lane()] = of_shared;
   block_sync();
-  store_down(a, number, row, first, half, word, [&](uint32_t, uint32_t) {
+  store_down<WIDTH>(a, number, row, first, half, word, [&](uint32_t, uint32_t) {
     wave_one::Lds beside = lds;
     beside.sums = of_waves;
-    return wave_one::sum_of(routed, lds, 0, {}) + wave_one::sum_of(common, beside, 0, {});
+    return wave_one::sum_of<T>(routed, lds, 0, {}) + wave_one::sum_of<T>(common, beside, 0, {});
   });
 }
 #endif
 
 // Grid: rows, ceil(n / 32), with T = bf16 and both halves of k twice that: side by side. T = f32: one after the other.
-template <class T, class W> struct Down;
-template <class W> struct Down<float, W> {
+// NARROW: on a side of a pair, where there are matrix tiles blocks of half the columns, the shared expert in q8g64.
+template <class T, class W, bool NARROW = false> struct Down;
+template <class W> struct Down<float, W, false> {
   template <class S> DEVICE void shared(const step_down_args& a, const Weights& part, uint32_t first, uint32_t last, float* to) {
     const float* x = (const float*)a.shared_act + (uint64_t)block_x() * a.shared_k + part.first;
     down_f32(rows_of<S>(a.shared_codes, a.shared_scales, 0, part), first, last, x, to);
@@ -364,7 +367,7 @@ template <class W> struct Down<float, W> {
     ((float*)a.y)[at] = a.residual ? ((const float*)a.residual)[at] + total : total;
   }
 };
-template <class W> struct Down<bf16, W> {
+template <class W, bool NARROW> struct Down<bf16, W, NARROW> {
   DEVICE void run(const step_down_args& a) {
     SHARED(words16, x, WAVES * X_BYTES / 16);
     SHARED(float, x_scale, SIDE);
@@ -379,7 +382,7 @@ template <class W> struct Down<bf16, W> {
         static_assert(wave_one::RING_UNITS * 16 <= WAVES * X_BYTES && wave_one::X_UNITS * 16 + 16 * WAVES * COLS <= SUMS * 4, "fits");
         float* rest = sums + 2 * WAVES * COLS;
         wave_one::Lds one = {x, (uint64_t*)rest, (words16*)(rest + 2 * WAVES * COLS), x_scale, x_sum, sums, nullptr};
-        down_one<W, q8g64_weights>(a, one, sums + WAVES * COLS, word);
+        down_one<W, q8g64_weights, NARROW ? 1 : 2>(a, one, sums + WAVES * COLS, word);
         return;
       }
 #endif
@@ -419,3 +422,8 @@ STEP_EXPERTS(bf16_q4g64, bf16, q4g64_weights, 2)
 EARLY_KERNEL(step_experts_one_bf16_q8g64, step_experts_args, 256, 3) { step_moe::experts_one<q8g64_weights>(a); }
 // LAUNCH step_experts_one_bf16_q4g64 block=256 cols=16
 EARLY_KERNEL(step_experts_one_bf16_q4g64, step_experts_args, 256, 3) { step_moe::experts_one<q4g64_weights>(a); }
+// On a side of a pair, where half of cols a block make blocks that all run at once on sm_90: the same bits.
+// LAUNCH step_down_narrow_bf16_q8g64 block=256 cols=32 slots_max=16
+EARLY_KERNEL(step_down_narrow_bf16_q8g64, step_down_args, 256, 3) { step_moe::Down<bf16, q8g64_weights, true>::run(a); }
+// LAUNCH step_down_narrow_bf16_q4g64 block=256 cols=32 slots_max=16
+EARLY_KERNEL(step_down_narrow_bf16_q4g64, step_down_args, 256, 3) { step_moe::Down<bf16, q4g64_weights, true>::run(a); }

@@ -22,11 +22,12 @@ constexpr uint32_t RING_BYTES = 4096, RING_UNITS = WAVES * RING_BYTES / 16;  // 
 constexpr uint32_t X_WAVE = 2 * RUN_VALUES, X_UNITS = WAVES * X_WAVE / 16;      // bytes of both planes of a run
 template <class W> constexpr uint32_t GROUPS = W::FORMAT == WEIGHT_Q4G64 ? 2 : 1;  // of a stage
 template <class W> constexpr uint32_t STAGES = RUN / GROUPS<W>;                    // of a run
+template <class W, uint32_t T> constexpr uint32_t RUNS = DEPTH<T> > STAGES<W> ? DEPTH<T> / STAGES<W> : 1u;  // in the ring at once
 
 // The block's LDS.
 struct Lds {
   words16* ring;     // [RING_UNITS]
-  uint64_t* scales;  // [WAVES * COLS]: the four scales of a row in a run
+  uint64_t* scales;  // [WAVES * COLS]: the four scales of a row in a run; of two runs where a wave has 16 rows
   words16* x;        // [X_UNITS]
   float* x_scale;    // [WAVES * RUN]
   int32_t* x_sum;    // [WAVES * RUN], q4g64
@@ -36,7 +37,7 @@ struct Lds {
 
 template <class W, uint32_t T = 2> struct Walk {
   static_assert(DEPTH<T> * STAGE_BYTES<T> == RING_BYTES, "the ring of a wave");
-  static_assert(STAGES<W> >= DEPTH<T>, "the scales of a run are read before those of the next take their place");
+  static_assert(RUNS<W, T> * TILE_ROWS<T> <= COLS, "the scales of a run are read before those of a later one take their place");
   uint32_t at[2 * T];  // where this work-item's 16 bytes of a row's first stage lie, in 16 bytes
   uint32_t scale_at;       // the scales of row tile_lane() % TILE_ROWS<T>
   Cursor cursor;           // of the next copies
@@ -51,6 +52,11 @@ template <uint32_t T> DEVICE uint8_t* stage_of(const Lds& lds, uint32_t slot) {
 }
 DEVICE uint32_t place_in_stage(uint32_t row, uint32_t unit) { return row * 64 + ((unit ^ (row / 2 % 4)) << 4); }
 
+// Where the wave has the scales of a run whose stages start at slot `slot`.
+template <class W, uint32_t T> DEVICE uint64_t* scales_of(const Lds& lds, uint32_t slot) {
+  return lds.scales + tile_group() * COLS + (RUNS<W, T> == 1 ? 0u : slot / STAGES<W> * TILE_ROWS<T>);
+}
+
 // All copies of stage `stage` of the cursor's run into slot `slot`, and of the scales of the run with its first one.
 template <class W, uint32_t T> DEVICE void copy_stage(const Walk<W, T>& walk, const Weights& w, const Lds& lds, uint32_t stage, uint32_t slot) {
   uint32_t before = walk.cursor.run * RUN, groups = groups_in(w);
@@ -64,7 +70,7 @@ template <class W, uint32_t T> DEVICE void copy_stage(const Walk<W, T>& walk, co
   }
   if (stage == 0 && inside) {
     const uint16_t* from = in_global(walk.from.scales) + (uint64_t)(walk.scale_at + before);
-    uint16_t* to = (uint16_t*)(lds.scales + tile_group() * COLS + tile_lane() % TILE_ROWS<T>);
+    uint16_t* to = (uint16_t*)(scales_of<W, T>(lds, slot) + tile_lane() % TILE_ROWS<T>);
     if (w.pitch % RUN_VALUES == 0 && w.first % RUN_VALUES == 0 && before + RUN <= groups) {
       copy8_async(to, from);
     } else {
@@ -87,19 +93,32 @@ template <class W, uint32_t T, class At, class Row> DEVICE void place(Walk<W, T>
   walk.from = at(walk.cursor.matrix < w.matrices ? walk.cursor.matrix : 0u);
 }
 
+// The copies go on with the run after the cursor's.
+template <class W, uint32_t T, class At> DEVICE void next_copies(Walk<W, T>& walk, const Weights& w, const At& at) {
+  next_run(walk.cursor, w);
+  if (w.matrices > 1u && walk.cursor.matrix < w.matrices) walk.from = at(walk.cursor.matrix);
+}
+
+// The first copies into slot `slot`, of all slots in turn.
+template <class W, uint32_t T, class At> DEVICE void fill(Walk<W, T>& walk, const Weights& w, const Lds& lds, const At& at, uint32_t slot) {
+  uint32_t stage = slot % STAGES<W>;
+  if (slot && stage == 0) next_copies(walk, w, at);
+  copy_stage(walk, w, lds, stage, slot);
+}
+
 // As `place`; the first copies are on their way.
 template <class W, uint32_t T, class At, class Row>
 DEVICE void begin(Walk<W, T>& walk, const Weights& w, const Lds& lds, const At& at, const Row& row) {
   place(walk, w, at, row);
   UNROLL
-  for (uint32_t stage = 0; stage < DEPTH<T>; stage++) copy_stage(walk, w, lds, stage, stage);
+  for (uint32_t slot = 0; slot < DEPTH<T>; slot++) fill(walk, w, lds, at, slot);
 }
 
 // The four scales of rows l / 4 + 8 i, two a word.
-template <uint32_t T> DEVICE void load_scales(const Lds& lds, uint32_t (&scale)[2 * T][2]) {
+template <uint32_t T> DEVICE void load_scales(const uint64_t* scales, uint32_t (&scale)[2 * T][2]) {
   UNROLL
   for (uint32_t i = 0; i < 2 * T; i++) {
-    uint64_t four = lds.scales[tile_group() * COLS + load_row(i)];
+    uint64_t four = scales[load_row(i)];
     scale[i][0] = (uint32_t)four;
     scale[i][1] = (uint32_t)(four >> 32);
   }
@@ -187,14 +206,16 @@ template <class W> DEVICE float put(const Asked& asked, const Lds& lds, const Op
   return square;
 }
 
-// The sums of this wave into its row of LDS; block_sync before others read them. x(matrix): k values. next(stage): makes the first copies of stage
-// `stage` < DEPTH<T> of the product after this one, into its slot of the ring, which goes on without a pause.
+// The sums of this wave into its row of LDS; block_sync before others read them. x(matrix): k values. next(slot): makes the first copies of the product
+// after this one into slot `slot` of the ring, which goes on without a pause, of all slots in turn; or commits none.
 template <class W, uint32_t T, class At, class X, class Next>
 DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds& lds, const X& x, const Operand& o, const Next& next) {
-  Cursor c = walk.cursor;
+  Cursor c = first_run(w);
   Asked asked;
   ask(asked, w, x, o, c);
   float square = 0.0f;
+  constexpr bool AHEAD = RUNS<W, T> > 1u;  // the copies are of the run after the next one
+  uint32_t first = 0;                      // slot of the run's first stage
   uint32_t turns = turns_in(w);
   ROLLED
   for (uint32_t left = turns ? turns : 1u; left; left--) {  // one at least, for `next`
@@ -206,21 +227,23 @@ DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds
     for (uint32_t stage = 0; stage < STAGES<W>; stage++) {
       copies_wait<DEPTH<T> - 1>();
       wave_sync();
-      if (stage == 0) load_scales<T>(lds, scale);
+      if (stage == 0) load_scales<T>(scales_of<W, T>(lds, first), scale);
       UNROLL
       for (uint32_t i = 0; i < GROUPS<W>; i++) {
         uint32_t group = stage * GROUPS<W> + i;
-        if (group < groups) add_group(walk, lds, scale, group, i, stage % DEPTH<T>);
+        if (group < groups) add_group(walk, lds, scale, group, i, AHEAD ? first + stage : stage % DEPTH<T>);
       }
       wave_sync();
-      if (stage + DEPTH<T> == STAGES<W>) {
+      if (AHEAD && stage == 0) next_copies(walk, w, at);
+      if (!AHEAD && stage + DEPTH<T> == STAGES<W>) {
         walk.cursor = c;
         if (w.matrices > 1u && c.matrix < w.matrices) walk.from = at(c.matrix);
       }
       uint32_t later = (stage + DEPTH<T>) % STAGES<W>;
-      if (later < DEPTH<T> && left == 1u) next(later);
-      else copy_stage(walk, w, lds, later, stage % DEPTH<T>);
+      if (!AHEAD && later < DEPTH<T> && left == 1u) next(later);
+      else copy_stage(walk, w, lds, later, AHEAD ? first + stage : stage % DEPTH<T>);
     }
+    if (AHEAD) first ^= STAGES<W>;
   }
   if (o.norm) {
     float sum[1] = {square};
