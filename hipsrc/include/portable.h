@@ -5,8 +5,9 @@
 //                                       next_may_begin() and then previous_done() once, and touches before that nothing but weights, which no
 //                                       launch in flight writes. The other kernels do it on entry.
 //                                       Its first a.waiting_blocks blocks may wait as in a SPIN_KERNEL, where the arguments have that field.
-//   REHEARSES                           1 where launches overlap: a block that comes early may go through its code once on made-up values, which brings the
-//                                       code from memory. It then touches neither what launches write nor what it reads after previous_done()
+//   REHEARSES                           1 where launches overlap: a block that comes early may go through its code once on made-up values, which
+//                                       brings the code from memory. It then touches neither what launches write nor what it reads after
+//                                       previous_done()
 //   next_may_begin()                    from here on the next launch may begin; when all blocks have come here
 //   previous_done()                     waits until all that earlier launches wrote can be read
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)
@@ -21,8 +22,9 @@
 //   pick_bytes<a, b, c, d>(low, high)   bytes a, b, c, d of the eight of low, then high
 //   dot4(a, b, c)                       c + the sum of four products of signed bytes, where there are no matrix tiles
 //   load16(from, to)                    16 aligned bytes into four registers as one access
-//   copy16_async, copy16_line_async, copy8_async, copy4_async, copies_done, copies_commit, copies_wait, ask_line, load_matrices, store16    where there are TILE_MMA: device
-//                                       memory to workgroup memory without registers, in batches; 16 bytes stored as one access
+//   copy16_async, copy16_line_async, copy8_async, copy4_async, copies_done, copies_commit, copies_wait, load_matrices, store16    where there are
+//                                       TILE_MMA: device memory to workgroup memory without registers, in batches; 16 bytes stored as one access
+//   ask_line(from)                      likewise: a line of device memory on its way to the cache
 //   uniform(v)                         v, which is the same in the whole block, where the compiler cannot know it
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop
 //   kernel_args(a)                      the argument struct where it lies, so that an index into its arrays is a load and no copy in scratch memory

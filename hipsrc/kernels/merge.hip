@@ -89,7 +89,7 @@ DEVICE uint64_t lowest_of(const held_entries& held, uint64_t known, uint32_t k, 
   return known;
 }
 
-// The places of positions, EACH of each list, among those of the other list, totals[side] ascending ones of list `side`; all searches go side by side.
+// The places of positions, EACH of each list, among those of the other list, totals[side] ascending ones of list `side`. All searches side by side.
 DEVICE void rank_among(const uint32_t* positions, const uint32_t* totals, const uint32_t* position, uint32_t* ranks) {
   UNROLL
   for (uint32_t i = 0; i < 2 * EACH; i++) ranks[i] = 0;

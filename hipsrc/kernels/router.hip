@@ -2,8 +2,9 @@
 //   affinity = sigmoid(logit); choice = affinity + bias; pick the k experts of the largest choice, ties to the lowest id;
 //   n_group > 1: a group's score is the sum of its two best choices, only the best topk_group groups (ties to the lowest) compete;
 //   weight = affinity of the picked, divided by (their sum + 1e-20) if normalise, times scaling.
-// LANES work-items a row, 32 or a block of 256, bring an expert in LANES each to LDS; then 32 of them hold one in 32 each and take the best one k times.
-// The order is total (NaN goes last, then lower ids first), so exactly k are taken whatever the logits are; a NaN logit shows as a NaN weight if picked.
+// LANES work-items a row, 32 or a block of 256, bring an expert in LANES each to LDS; then 32 of them hold one in 32 each and take the best one
+// k times. The order is total (NaN goes last, then lower ids first), so exactly k are taken whatever the logits are; a NaN logit shows as a NaN
+// weight if picked.
 // Limits: experts <= 256, k <= 16, n_group <= 256, each group at least one expert, at least k experts compete.
 #include "portable.h"
 #include "scan.h"

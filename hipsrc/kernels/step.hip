@@ -178,8 +178,8 @@ template <class T, class W, bool ALIGNED> DEVICE void multiply_pairs(const step_
   if (t % gemv::lanes_of(wide) == 0 && mine < pairs) store_pair<T>(a, s, row, first_row, total[0], total[1]);
 }
 
-// Stores one sum of the columns of a block of WIDTH, which the 32 lanes have, the first ones again where it is narrow; they have one row. SILU: half of the
-// columns are of gate, then half of up.
+// Stores one sum of the columns of a block of WIDTH, which the 32 lanes have, the first ones again where it is narrow; they have one row. SILU: half
+// of the columns are of gate, then half of up.
 template <uint32_t WIDTH> DEVICE void store_sum(const step_gemv_args& a, const Segment& s, uint32_t block, uint32_t row, float sum) {
   constexpr uint32_t HALF = WIDTH / 2;
   uint32_t lane = tile_lane() % WIDTH, col = s.epilogue == SILU ? block * HALF + lane % HALF : block * WIDTH + lane;

@@ -226,14 +226,15 @@ DEVICE Weights down_part(const step_down_args& a, uint32_t k, uint32_t matrices,
   return has_both(a) ? half_of(k, matrices, half, true) : Weights{k, k, 0, matrices, true};
 }
 
-// The outputs of a block of T = bf16, WIDTH columns from `first` on of row `row`; sum(wave, row) of what was multiplied here. word: LDS of the caller's.
-// number: of the exchange with the other device, if there is one.
+// The outputs of a block of T = bf16, WIDTH columns from `first` on of row `row`; sum(wave, row) of what was multiplied here. word: LDS of the
+// caller's. number: of the exchange with the other device, if there is one.
 template <uint32_t WIDTH, class Sum>
 DEVICE void store_down(const step_down_args& a, uint32_t number, uint32_t row, uint32_t first, uint32_t half, uint32_t* word, const Sum& sum) {
   uint32_t y = row * a.n + first;
   bool inside = first + tile_lane() < a.n && tile_lane() < WIDTH;
   if (a.mail.outbox) {
-    sum_mail::add_other(a.mail, number, true, 1, a.residual, a.y, [&](uint32_t, uint32_t) { return inside ? y + tile_lane() : sum_mail::OUTSIDE; }, sum);
+    auto at = [&](uint32_t, uint32_t) { return inside ? y + tile_lane() : sum_mail::OUTSIDE; };
+    sum_mail::add_other(a.mail, number, true, 1, a.residual, a.y, at, sum);
     return;
   }
   if (!a.residual) {
@@ -272,12 +273,13 @@ template <class W, class S> DEVICE void down_tiles(const step_down_args& a, cons
   const bf16* act = (const bf16*)a.act + (uint64_t)row * a.slots * a.k + routed.first;
   auto x = [&](uint32_t slot, uint32_t) { return outside(slot) ? nullptr : act + (uint64_t)slot * a.k; };
   product(walk, routed, at, lds, 1, x, {nullptr, 0.0f, (const float*)a.weights + (uint64_t)row * a.slots});
-  store_down<DOWN_COLS>(a, sum_mail::number_of(a.mail), row, first, half, word, [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; });
+  auto sum = [&](uint32_t, uint32_t) { return sum_of(routed, lds, 0, 0, {}) + of_shared; };
+  store_down<DOWN_COLS>(a, sum_mail::number_of(a.mail), row, first, half, word, sum);
 }
 
 #if defined(TILE_MMA)
-// down_tiles where both formats have scales: every block has one row. of_waves [WAVES * COLS]: for the sums of the shared expert. T: tiles of 16 rows a
-// wave; 1: on a side of a pair.
+// down_tiles where both formats have scales: every block has one row. of_waves [WAVES * COLS]: for the sums of the shared expert. T: tiles of 16
+// rows a wave; 1: on a side of a pair.
 template <class W, class S, uint32_t T> DEVICE void down_one(const step_down_args& a, const wave_one::Lds& lds, float* of_waves, uint32_t* word) {
   constexpr uint32_t WIDTH = wave_one::TILE_ROWS<T>;
   bool both = T == 2 && has_both(a);
@@ -376,7 +378,7 @@ template <class W, bool NARROW> struct Down<bf16, W, NARROW> {
     SHARED(uint32_t, word, 1);
     next_may_begin();
     Lds lds = {x, x_scale, x_sum, sums, nullptr};
-    if (a.shared_format == WEIGHT_Q8G64) {
+    if (NARROW || a.shared_format == WEIGHT_Q8G64) {
 #if defined(TILE_MMA)
       if constexpr (W::SCALED) {
         static_assert(wave_one::RING_UNITS * 16 <= WAVES * X_BYTES && wave_one::X_UNITS * 16 + 16 * WAVES * COLS <= SUMS * 4, "fits");

@@ -15,7 +15,8 @@ DEVICE uint32_t number_of(const sum_mail_args& m) { return m.outbox ? mailbox::n
 
 // at(wave, row): which of all outputs is this work-item's, or OUTSIDE; sum(wave, row): its sum on this device. number: of the exchange.
 template <class At, class Sum>
-DEVICE void add_other(const sum_mail_args& m, uint32_t number, bool wide, uint32_t rows, const void* residual, void* y, const At& at, const Sum& sum) {
+DEVICE void add_other(const sum_mail_args& m, uint32_t number, bool wide, uint32_t rows, const void* residual, void* y, const At& at,
+                      const Sum& sum) {
   bool alone = wide && rows == 1u;  // then all outputs are wave 0's
   if (alone && tile_group()) return;
   uint64_t set = mailbox::set_of(number, m.capacity);

@@ -206,11 +206,11 @@ template <class W> DEVICE float put(const Asked& asked, const Lds& lds, const Op
   return square;
 }
 
-// The sums of this wave into its row of LDS; block_sync before others read them. x(matrix): k values. next(slot): makes the first copies of the product
-// after this one into slot `slot` of the ring, which goes on without a pause, of all slots in turn; or commits none.
+// The sums of this wave into its row of LDS; block_sync before others read them. x(matrix): k values. next(slot): makes the first copies of the
+// product after this one into slot `slot` of the ring, which goes on without a pause, of all slots in turn; or commits none.
 template <class W, uint32_t T, class At, class X, class Next>
 DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds& lds, const X& x, const Operand& o, const Next& next) {
-  Cursor c = first_run(w);
+  Cursor c = first_run(w);  // of x; the copies are ahead of it
   Asked asked;
   ask(asked, w, x, o, c);
   float square = 0.0f;
