@@ -15,7 +15,8 @@ from glm53.ops.contract import Dims, ceil_div, launch
 from glm53.ops.pair_args import join_halves_args, join_parts_args
 from glm53.spec import DType
 
-_COLUMNS, _SUMS, _WAVES = 32, 256, 8  # COLS, HALF_SUMS and WAVES of wave_product.h
+_COLUMNS, _WAVES = 32, 8  # COLS and WAVES of wave_product.h
+_ROWS = (8, 10)  # `rows` of the LAUNCH lines of step_halves.hip
 
 
 @dataclass(frozen=True)
@@ -89,4 +90,5 @@ def _sets(rows: int, n: int) -> int:
 
 def _partial_floats(rows: int, n: int) -> int:
     """Two halves of whole sets, which short products give to each wave."""
-    return 2 * _SUMS * max(_sets(rows, n), ceil_div(rows, 8) * ceil_div(n, _WAVES * _COLUMNS) * _WAVES)
+    short = max(ceil_div(rows, each) * each for each in _ROWS) * ceil_div(n, _WAVES * _COLUMNS) * _WAVES * _COLUMNS
+    return 2 * max(_sets(rows, n) * _ROWS[0] * _COLUMNS, short)

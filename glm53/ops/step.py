@@ -26,9 +26,8 @@ from glm53.spec import WHOLE, DType, Offsets, RowFormat, Shard, WeightFormat
 SEGMENTS_MAX = 4
 _T = (DType.F32, DType.BF16)
 _FORMATS = {DType.F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64), DType.BF16: (WeightFormat.BF16, WeightFormat.Q8G64)}
-LONG_K = 1024  # the constants of the LAUNCH lines in step.hip: products of this k on are wide and take the lower of
-COLUMNS = {DType.F32: (16, 128), DType.BF16: (32, 256)}  # rows of weights a block; f32 also the router's
-TILE_ROWS = 8  # rows of bf16 x a block
+LONG_K = 1024  # long_k of the LAUNCH lines in step.hip: products of this k on are wide
+_MANY = "_many"  # kernels whose blocks take more rows of x
 ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
 _RESIDENT = 3  # blocks of a kernel for one row that share a multiprocessor on sm_90
 _STRANDS = 16  # blocks that wait at once on the cpu runtime: resident_blocks of its spin.h
@@ -259,9 +258,9 @@ def gemv(
     if added:
         _bind_halves(d, args, x.dtype, segments, halves, norm, part, mail)
     _bind_part(d, args, part, x, segments)
-    kernel = _kernel(d, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
+    kernel = _kernel(d, stream, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
     at_once = blocks_at_once(stream) if "_one_" in kernel and not args.partial else 0
-    blocks = args.part_blocks + _product_blocks(args, x.dtype, len(segments), at_once)
+    blocks = args.part_blocks + _product_blocks(args, stream, kernel, len(segments), at_once)
     if mail is not None:
         mail.bind(d, args.mail, d["rows"] * d["n0"], blocks)
         args.waiting_blocks = blocks
@@ -290,8 +289,8 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     _bind_matrix(d, args, 0, weight)
     args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
     _bind_part(d, args, part, x, ())
-    kernel = _kernel(d, x, [weight], router=False, halves=False)
-    launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, x.dtype, 1), 1, 1), args)
+    kernel = _kernel(d, stream, x, [weight], router=False, halves=False)
+    launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, stream, kernel, 1), 1, 1), args)
 
 
 def _require_units(d: Dims, name: str, array: Array) -> None:
@@ -300,8 +299,11 @@ def _require_units(d: Dims, name: str, array: Array) -> None:
     d.require(fits, f"{name} has rows of {array.shape[-1]} at {array.address:#x}, expected multiples of 8 and of 16 beside bf16 x")
 
 
-def _kernel(d: Dims, x: Array, weights: Sequence[Matrix], router: bool, halves: bool) -> str:
-    """The kernel for T and the weights' format; the router, whose segment 0 has another, and halves of k have their own; so has one row of bf16 x."""
+def _kernel(d: Dims, stream: Stream, x: Array, weights: Sequence[Matrix], router: bool, halves: bool) -> str:
+    """The kernel for T and the weights' format; the router, whose segment 0 has another, and halves of k have their own.
+
+    Among those with the same bits: the one for one row of x, or on sm_90 the one whose blocks take more rows, where that makes fewer blocks.
+    """
     dtype = x.dtype
     if router:
         d.require(weights[0].format is WeightFormat.F32, f"weight 0 is {weights[0].format.label}, expected f32: the router's")
@@ -316,7 +318,16 @@ def _kernel(d: Dims, x: Array, weights: Sequence[Matrix], router: bool, halves: 
         d.require(weight.format in _FORMATS[dtype], f"weight {index} is {weight.format.label}, expected one of {names} beside {dtype.label} x")
         d.require(weight.format is taken, f"weight {index} is {weight.format.label}, expected {taken.label}, the format of weight {plain[0][0]}")
     kind = "halves" if halves else "gemv_router" if router else "gemv"
-    return kernel_for(f"step_{kind}", dtype, taken, x.shape[0])
+    kernel, many = (kernel_for(f"step_{kind}{which}", dtype, taken, x.shape[0]) for which in ("", _MANY))
+    if dtype is DType.F32 or not taken.quantised or x.shape[0] == 1 or not on_sm(stream):
+        return kernel
+    turns = [ceil_div(x.shape[0], stream.device.kernel(name).constants["rows"]) for name in (kernel, many)]
+    return many if turns[1] < turns[0] else kernel
+
+
+def on_sm(stream: Stream) -> bool:
+    """Whether kernels have the shapes of sm_90, where blocks with more work keep rings of weights full."""
+    return stream.device.arch.startswith("sm_")
 
 
 def kernel_for(kind: str, dtype: DType, format: WeightFormat, rows: int) -> str:
@@ -407,20 +418,21 @@ def _bind_halves(
     args.partial, args.arrivals = halves.partial.address, halves.arrivals.address
 
 
-def _product_blocks(args: step_gemv_args, dtype: DType, segments: int, at_once: int = 0) -> int:
+def _product_blocks(args: step_gemv_args, stream: Stream, kernel: str, segments: int, at_once: int = 0) -> int:
     """Blocks of the products of one batch, those of each segment in args.blocks.
 
     at_once: a launch of wide blocks gets blocks of half the columns instead (args.narrow) where no more than so many come of it.
     """
+    constants = stream.device.kernel(kernel).constants
     router = args.part == _PART_ROUTER
-    scalar = dtype is DType.F32
-    columns = COLUMNS[dtype][0 if args.wide else 1]
+    scalar = "rows" not in constants
+    columns = constants["cols" if args.wide else "cols_short"]
     rows = [args.n[i] * (2 if args.epilogue[i] == Epilogue.SILU else 1) for i in range(segments)]
     fixed = ceil_div(args.n[0], ROUTER_COLUMNS) if router else 0
     if args.wide and fixed + sum(ceil_div(n, columns // 2) for n in rows[router:]) <= at_once:
         args.narrow, columns = 1, columns // 2
     for index, n in enumerate(rows):
-        args.blocks[index] = ceil_div(n, columns) * (args.rows if scalar else ceil_div(args.rows, TILE_ROWS))
+        args.blocks[index] = ceil_div(n, columns) * (args.rows if scalar else ceil_div(args.rows, constants["rows"]))
     if not scalar and router:
         args.blocks[0] = fixed
     return (2 if args.partial else 1) * sum(args.blocks)
@@ -428,8 +440,7 @@ def _product_blocks(args: step_gemv_args, dtype: DType, segments: int, at_once: 
 
 def blocks_at_once(stream: Stream) -> int:
     """How many blocks of a kernel for one row the device runs at once, where these kernels can have narrow blocks, else 0."""
-    device = stream.device
-    return _RESIDENT * device.properties.compute_units if device.arch.startswith("sm_") else 0
+    return _RESIDENT * stream.device.properties.compute_units if on_sm(stream) else 0
 
 
 def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:

@@ -9,11 +9,13 @@ from glm53.hip import Array, Device, Stream
 from glm53.ops.contract import Cost, Dims, ceil_div, launch
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
+from glm53.ops.step import on_sm
 from glm53.ops.step_args import step_attend_args, step_expand_args
 from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 
 SPLIT = 64  # planned rows of one partial result
 WIDTH_UNIT = 8  # latent, rope and the columns before the rope part of q are multiples of it
+MANY_EXPAND = "step_expand_many_bf16"  # of several rows and q8g64 weights on sm_90: the same bits
 # Kernels with the same bits whose blocks do not share a multiprocessor: for one query row, which has fewer blocks than there are multiprocessors.
 ONE_ROW = {"step_attend_bf16_q8g64": "step_attend_one_bf16_q8g64", "step_expand_bf16": "step_expand_one_bf16"}
 
@@ -137,6 +139,9 @@ def expand(stream: Stream, partials: Partials, counts: Array, wv: Matrix, o: Arr
     d.match("wv", wv.codes, "heads", "v", d["latent"] // 2 if wv.format is WeightFormat.Q4G64 else "latent")
     d.match("o", o, "rows", "heads", "v", dtype=(DType.F32, DType.BF16))
     name = kernel_for(f"step_expand_{o.dtype.label}", d["rows"])
+    many = d["rows"] > 1 and o.dtype is DType.BF16 and wv.format is WeightFormat.Q8G64 and on_sm(stream)
+    if many:
+        name = MANY_EXPAND
     limits = stream.device.kernel(name).constants
     d.require(d["latent"] <= limits["latent_max"], f"latent is {d['latent']}, expected at most {limits['latent_max']}")
     d.require(d["latent"] % WIDTH_UNIT == 0, f"latent is {d['latent']}, expected a multiple of {WIDTH_UNIT}")
@@ -158,7 +163,12 @@ def expand(stream: Stream, partials: Partials, counts: Array, wv: Matrix, o: Arr
         splits=d["splits"],
         format=wv.format,
     )
-    launch(stream, name, (d["rows"], ceil_div(d["v"], limits["columns"]), d["heads"]), args)
+    if many:  # rows_each of expand_rows.h
+        each = min(ceil_div(d["rows"], limits["groups"]), limits["rows"])
+        grid = (ceil_div(d["rows"], each), 1, d["heads"])
+    else:
+        grid = (d["rows"], ceil_div(d["v"], limits["columns"]), d["heads"])
+    launch(stream, name, grid, args)
 
 
 def cost_attend(rows: int, heads: int, latent: int, rope: int, selected: int, item_bytes: int, row_bytes: int) -> Cost:

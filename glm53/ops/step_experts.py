@@ -12,7 +12,7 @@ from glm53.hip import Array, Stream
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import GROUP, Matrix
-from glm53.ops.step import SumMail, blocks_at_once, kernel_for
+from glm53.ops.step import SumMail, blocks_at_once, kernel_for, on_sm
 from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.spec import DType, WeightFormat
 
@@ -97,7 +97,9 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
         k=d["k"],
         format=weight.format,
     )
-    launch(stream, name, (d["rows"] * d["slots"], ceil_div(d["n"], stream.device.kernel(name).constants["cols"]), 1), args)
+    constants = stream.device.kernel(name).constants
+    columns = constants["cols"] * (constants.get("sweep", 1) if on_sm(stream) else 1)
+    launch(stream, name, (d["rows"] * d["slots"], ceil_div(d["n"], columns), 1), args)
 
 
 def down(

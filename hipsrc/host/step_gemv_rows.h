@@ -233,7 +233,7 @@ template <class T, class W, bool ROUTER> void run_products(const step_gemv_args&
     step::Place place = step::place_of<T>(a, block);
     Segment s = step::segment_at(a, place);
     bool router = ROUTER && s.index == 0;
-    uint32_t turns = router && TILES ? step::blocks_of<T>(a, 0) : TILES ? step::turns_of(a.rows) : a.rows, turn = place.block % turns;
+    uint32_t turns = router && TILES ? step::blocks_of<T>(a, 0) : TILES ? (a.rows + wave_product::ROWS - 1) / wave_product::ROWS : a.rows, turn = place.block % turns;
     taken = turns - turn < last - block ? turns - turn : last - block;
     if (router) routed += taken;
     if (router && TILES) {

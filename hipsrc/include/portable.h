@@ -8,6 +8,8 @@
 //   REHEARSES                           1 where launches overlap: a block that comes early may go through its code once on made-up values, which
 //                                       brings the code from memory. It then touches neither what launches write nor what it reads after
 //                                       previous_done()
+//   LDS_KERNEL(name, args_type, threads, blocks, bytes) { .. }   an EARLY_KERNEL that has `bytes` of workgroup memory at lds_bytes(), where there
+//                                       are TILE_MMA
 //   next_may_begin()                    from here on the next launch may begin; when all blocks have come here
 //   previous_done()                     waits until all that earlier launches wrote can be read
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)

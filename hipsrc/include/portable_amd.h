@@ -17,6 +17,7 @@ typedef unsigned long size_t;
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads))) void name(const args_type a)
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
 #define EARLY_KERNEL(name, args_type, threads, blocks) KERNEL(name, args_type, threads)
+#define LDS_KERNEL(name, args_type, threads, blocks, bytes) EARLY_KERNEL(name, args_type, threads, blocks)
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("nounroll")
 

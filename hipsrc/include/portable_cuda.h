@@ -19,6 +19,9 @@ extern "C" __device__ const int glm53_overlap = 1;
 #define SPIN_KERNEL(name, args_type, threads) KERNEL(name, args_type, threads)
 #define EARLY_KERNEL(name, args_type, threads, blocks) \
   extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ args_type a)
+#define LDS_KERNEL(name, args_type, threads, blocks, bytes) \
+  extern "C" __device__ const int name##_lds = (int)(bytes); \
+  EARLY_KERNEL(name, args_type, threads, blocks)
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #define WAVE 32
@@ -168,6 +171,11 @@ DEVICE void copy4_async(void* to, const void* from) {
 }
 // The line of device memory goes to the L2 cache.
 DEVICE void ask_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from))); }
+// Workgroup memory of an LDS_KERNEL.
+DEVICE uint8_t* lds_bytes() {
+  extern __shared__ uint4 glm53_dynamic_lds[];
+  return (uint8_t*)glm53_dynamic_lds;
+}
 DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // copies_commit: the copies since the last one are one batch. copies_wait<N>: all batches but the last N are there.
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -20,6 +20,7 @@
 #define KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, 0u)
 #define SPIN_KERNEL(name, args_type, threads) GLM53_HOST_KERNEL(name, args_type, threads, GLM53_KERNEL_SPINS)
 #define EARLY_KERNEL(name, args_type, threads, blocks) GLM53_HOST_KERNEL(name, args_type, threads, host::early_flags<args_type>())
+#define LDS_KERNEL(name, args_type, threads, blocks, bytes) EARLY_KERNEL(name, args_type, threads, blocks)
 #define GLM53_HOST_KERNEL(name, args_type, threads, flags)                                                                 \
   static void name(const args_type a);                                                                                     \
   static const bool name##_registered =                                                                                    \

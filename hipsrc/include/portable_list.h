@@ -3,3 +3,4 @@
 #define KERNEL(name, args_type, threads) GLM53_KERNEL_LINE(name, args_type, threads, 0)
 #define SPIN_KERNEL(name, args_type, threads) GLM53_KERNEL_LINE(name, args_type, threads, 1)
 #define EARLY_KERNEL(name, args_type, threads, blocks) KERNEL(name, args_type, threads)
+#define LDS_KERNEL(name, args_type, threads, blocks, bytes) EARLY_KERNEL(name, args_type, threads, blocks)

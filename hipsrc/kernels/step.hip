@@ -14,7 +14,7 @@
 #include "hotcache.h"
 #include "mailbox.h"
 #include "share.h"
-#include "wave_one.h"
+#include "wave_rows.h"
 
 namespace step {
 
@@ -55,8 +55,16 @@ struct Segment {
 
 DEVICE uint32_t pairs_of(uint32_t n, uint32_t epilogue) { return epilogue == SILU ? n : (n + 1) / 2; }
 
-// Groups of rows of x that the wave product takes at once.
-DEVICE uint32_t turns_of(uint32_t rows) { return (rows + wave_product::ROWS - 1) / wave_product::ROWS; }
+// bf16 x and weights with scales through rings in LDS, where there are any: one row, several ones. Parts and router have the LDS of the rings too.
+#if defined(TILE_MMA)
+template <class T, class W, bool ONE> constexpr bool by_one = ONE && W::SCALED && sizeof(T) == 2;
+template <class T, class W, bool ONE> constexpr bool by_rings = !ONE && W::SCALED && sizeof(T) == 2;
+constexpr uint32_t ROWS_LDS = wave_rows::LDS_BYTES<q8g64_weights, 8, true>, MANY_LDS = wave_rows::LDS_BYTES<q8g64_weights, 12, true>;
+static_assert(wave_one::RING_UNITS >= X_UNITS, "the rings are the LDS of x of parts and router");
+#else
+template <class T, class W, bool ONE> constexpr bool by_one = false;
+template <class T, class W, bool ONE> constexpr bool by_rings = false;
+#endif
 
 // Blocks of the products of one batch that segment i takes; those of one set of columns follow one another. bf16: a.blocks, so that a block finds its
 // weights in few instructions: at a launch's start they come from memory.
@@ -210,36 +218,48 @@ template <uint32_t WIDTH> DEVICE void store_sum(const step_gemv_args& a, const S
 // The set of columns of a segment's block.
 DEVICE uint32_t set_of(uint32_t block, uint32_t turns) { return turns == 1 ? block : block / turns; }
 
-// Up to 8 rows of x times the block's rows of weights.
-template <class W, bool ROUTER> DEVICE void multiply_tiles(const step_gemv_args& a, const Lds& lds) {
+// Up to N rows of x times the block's rows of weights. N: MOST through rings, else ROWS.
+template <class W, bool ROUTER, uint32_t MOST> DEVICE void multiply_tiles(const step_gemv_args& a, const Lds& lds) {
   using namespace wave_product;
+  constexpr uint32_t N = by_rings<bf16, W, false> ? MOST : ROWS;
   Place place = place_of<bf16>(a, product_block<ROUTER>(a, block_x()));
-  uint32_t k = opaque(a.k), turns = turns_of(opaque(a.rows)), set = set_of(place.block, turns), first_row = (place.block - set * turns) * ROWS;
+  uint32_t k = opaque(a.k), turns = (opaque(a.rows) + N - 1) / N, set = set_of(place.block, turns), first_row = (place.block - set * turns) * N;
   bool wide = a.wide;
   Segment s = segment_at(a, place);
   uint32_t block = wide ? set : set * WAVES + tile_group();
   uint32_t span = s.epilogue == SILU ? TILE_COLS / 2 : TILE_COLS, matrix = s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
   Weights w = {k, k, 0, 1, wide};
   auto at = [&](uint32_t) { return Matrix{s.codes, s.scales}; };
-  Walk<W> walk;
-  begin(walk, w, at, [&](uint32_t i) {
+  auto row_of_w = [&](uint32_t i) {
     uint32_t col = block * span + i % span;
     return matrix + (col < s.n ? col : s.n - 1u) + (i < span ? 0u : s.n);
-  });
-  previous_done();
+  };
+  uint32_t rows = a.rows - first_row < N ? a.rows - first_row : N;
   const bf16* from = (const bf16*)a.x + s.batch * a.x_batch_stride + (uint64_t)first_row * a.x_stride;
-  wave_product::Lds part = {lds.x, lds.x_scale, nullptr, lds.sums, lds.partial};
-  uint32_t rows = a.rows - first_row < ROWS ? a.rows - first_row : ROWS;
+  auto row_of_x = [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; };
   Operand o = {(const bf16*)a.norm, a.eps, nullptr};
-  product(walk, w, at, part, rows, [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; }, o);
-  // Once more, so that it takes no registers while the weights do.
-  Place again = place_of<bf16>(a, product_block<ROUTER>(a, opaque(block_x())));
-  Segment to = segment_at(a, again);
-  set = set_of(again.block, turns);
-  first_row = (again.block - set * turns) * ROWS;
-  for_outputs(w, part, rows, o, [&](uint32_t wave, uint32_t, uint32_t r, float sum) {
-    store_sum<TILE_COLS>(a, to, wide ? set : set * WAVES + wave, first_row + r, sum);
-  });
+  auto store = [&](uint32_t wave, uint32_t, uint32_t r, float sum) {
+    Place again = place_of<bf16>(a, product_block<ROUTER>(a, opaque(block_x())));  // once more, so that it takes no registers while the weights do
+    uint32_t same = set_of(again.block, turns);
+    store_sum<TILE_COLS>(a, segment_at(a, again), wide ? same : same * WAVES + wave, (again.block - same * turns) * N + r, sum);
+  };
+#if defined(TILE_MMA)
+  if constexpr (by_rings<bf16, W, false>) {
+    wave_rows::Lds part = wave_rows::rings_of<W, N>((uint8_t*)lds.x);
+    wave_rows::Walk<W, N> walk;
+    wave_rows::begin(walk, w, part, at, row_of_w);
+    previous_done();
+    wave_rows::product<4>(walk, w, at, part, rows, row_of_x, o);
+    wave_rows::for_outputs<W, N>(w, part, rows, o, store);
+    return;
+  }
+#endif
+  wave_product::Lds part = {lds.x, lds.x_scale, nullptr, lds.sums, lds.partial};
+  Walk<W> walk;
+  begin(walk, w, at, row_of_w);
+  previous_done();
+  product(walk, w, at, part, rows, row_of_x, o);
+  for_outputs(w, part, rows, o, store);
 }
 
 #if defined(TILE_MMA)
@@ -498,22 +518,18 @@ template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds)
 }
 static_assert(sizeof(hotcache::work) <= X_UNITS * 16, "GIVE works in the LDS of x");
 
-// LDS of the kernels for one row of x is what parts and router need of it as well.
-#if defined(TILE_MMA)
-template <class T, class W, bool ONE> constexpr bool by_one = ONE && W::SCALED && sizeof(T) == 2;
-static_assert(wave_one::RING_UNITS >= X_UNITS, "the ring is the LDS of x of parts and router");
-#else
-template <class T, class W, bool ONE> constexpr bool by_one = false;
-#endif
-
-// ONE: a.rows is 1.
-template <class T, class W, bool ROUTER, bool ONE = false> DEVICE void run(const step_gemv_args& a) {
-  constexpr bool TILES = sizeof(T) == 2, SMALL = by_one<T, W, ONE>;
-  SHARED(words16, x, X_UNITS);
-  SHARED(float, x_scale, (SMALL ? wave_product::WAVES * wave_product::RUN : TILES ? wave_product::SIDE : 1));
-  SHARED(float, sums, (SMALL ? wave_product::WAVES * wave_product::COLS : TILES ? wave_product::SUMS : 1));
+// ONE: a.rows is 1. MOST: of multiply_tiles.
+template <class T, class W, bool ROUTER, bool ONE = false, uint32_t MOST = 8> DEVICE void run(const step_gemv_args& a) {
+  constexpr bool TILES = sizeof(T) == 2, RINGS = by_rings<T, W, ONE>, SMALL = by_one<T, W, ONE>, LITTLE = SMALL || RINGS;
+  SHARED(words16, x_memory, (RINGS ? 1 : X_UNITS));
+  SHARED(float, x_scale, (LITTLE ? wave_product::WAVES * wave_product::RUN : TILES ? wave_product::SIDE : 1));
+  SHARED(float, sums, (LITTLE ? wave_product::WAVES * wave_product::COLS : TILES ? wave_product::SUMS : 1));
   SHARED(float, partial, PARTIALS);
   SHARED(float, scale, 1);
+  words16* x = x_memory;
+#if defined(TILE_MMA)
+  if constexpr (RINGS) x = (words16*)lds_bytes();
+#endif
   Lds lds = {x, x_scale, sums, partial, scale};
   next_may_begin();
   if constexpr (!ROUTER) {
@@ -534,7 +550,7 @@ template <class T, class W, bool ROUTER, bool ONE = false> DEVICE void run(const
         return;
       }
 #endif
-      multiply_tiles<W, ROUTER>(a, lds);
+      multiply_tiles<W, ROUTER, MOST>(a, lds);
       return;
     }
   }
@@ -549,29 +565,34 @@ template <class T, class W, bool ROUTER, bool ONE = false> DEVICE void run(const
 }  // namespace step
 
 // Grid: part_blocks + batch * blocks of all segments. A block has cols rows of weights where the product is wide (k >= long_k), else cols_short, and
-// one row of x if T is f32, 8 if it is bf16. The router's segment 0: router_cols, router_cols_short and one row of x.
+// one row of x if T is f32, `rows` if it is bf16. The router's segment 0: router_cols, router_cols_short and one row of x.
 // LAUNCH step_gemv_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
 EARLY_KERNEL(step_gemv_f32_f32, step_gemv_args, 256, 2) { step::run<float, f32_weights, false>(a); }
 // LAUNCH step_gemv_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
 EARLY_KERNEL(step_gemv_f32_bf16, step_gemv_args, 256, 2) { step::run<float, bf16_weights, false>(a); }
 // LAUNCH step_gemv_f32_q8g64 block=256 cols=16 cols_short=128 long_k=1024 x_bytes=32768
 EARLY_KERNEL(step_gemv_f32_q8g64, step_gemv_args, 256, 2) { step::run<float, q8g64_weights, false>(a); }
-// LAUNCH step_gemv_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
+// LAUNCH step_gemv_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768 rows=8
 EARLY_KERNEL(step_gemv_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, false>(a); }
-// LAUNCH step_gemv_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
-EARLY_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, false>(a); }
+// LAUNCH step_gemv_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768 rows=8
+LDS_KERNEL(step_gemv_bf16_q8g64, step_gemv_args, 256, 2, step::ROWS_LDS) { step::run<bf16, q8g64_weights, false>(a); }
 // LAUNCH step_gemv_router_f32_f32 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_f32_f32, step_gemv_args, 256, 2) { step::run<float, f32_weights, true>(a); }
 // LAUNCH step_gemv_router_f32_bf16 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_f32_bf16, step_gemv_args, 256, 2) { step::run<float, bf16_weights, true>(a); }
 // LAUNCH step_gemv_router_f32_q8g64 block=256 cols=16 cols_short=128 long_k=1024 router_cols=16 router_cols_short=128 x_bytes=32768
 EARLY_KERNEL(step_gemv_router_f32_q8g64, step_gemv_args, 256, 2) { step::run<float, q8g64_weights, true>(a); }
-// LAUNCH step_gemv_router_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
+// LAUNCH step_gemv_router_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768 rows=8
 EARLY_KERNEL(step_gemv_router_bf16_bf16, step_gemv_args, 256, 2) { step::run<bf16, bf16_weights, true>(a); }
-// LAUNCH step_gemv_router_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
-EARLY_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256, 2) { step::run<bf16, q8g64_weights, true>(a); }
+// LAUNCH step_gemv_router_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768 rows=8
+LDS_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256, 2, step::ROWS_LDS) { step::run<bf16, q8g64_weights, true>(a); }
+// Of more rows, on sm_90: the same bits.
+// LAUNCH step_gemv_many_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768 rows=12
+LDS_KERNEL(step_gemv_many_bf16_q8g64, step_gemv_args, 256, 2, step::MANY_LDS) { step::run<bf16, q8g64_weights, false, false, 12>(a); }
+// LAUNCH step_gemv_router_many_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768 rows=12
+LDS_KERNEL(step_gemv_router_many_bf16_q8g64, step_gemv_args, 256, 2, step::MANY_LDS) { step::run<bf16, q8g64_weights, true, false, 12>(a); }
 // Of one row of x: the same bits. a.narrow: half of cols a block.
-// LAUNCH step_gemv_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768
+// LAUNCH step_gemv_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768 rows=1
 EARLY_KERNEL(step_gemv_one_bf16_q8g64, step_gemv_args, 256, 3) { step::run<bf16, q8g64_weights, false, true>(a); }
-// LAUNCH step_gemv_router_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768
+// LAUNCH step_gemv_router_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768 rows=1
 EARLY_KERNEL(step_gemv_router_one_bf16_q8g64, step_gemv_args, 256, 3) { step::run<bf16, q8g64_weights, true, true>(a); }

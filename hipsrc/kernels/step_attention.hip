@@ -565,9 +565,18 @@ template <class T, uint32_t PER> DEVICE void step_expand(const step_expand_args&
 
 }  // namespace step_expansion
 
+#include "expand_rows.h"
+
 // LAUNCH step_expand_f32 block=256 columns=128 splits_max=128 latent_max=512
 EARLY_KERNEL(step_expand_f32, step_expand_args, 256, 2) { step_expansion::step_expand<float, 2>(a); }
 // LAUNCH step_expand_bf16 block=256 columns=128 splits_max=128 latent_max=512
 EARLY_KERNEL(step_expand_bf16, step_expand_args, 256, 2) { step_expansion::step_expand<bf16, 2>(a); }
 // LAUNCH step_expand_one_bf16 block=512 columns=128 splits_max=128 latent_max=512
 EARLY_KERNEL(step_expand_one_bf16, step_expand_args, 512, 1) { step_expansion::step_expand<bf16, 1>(a); }
+// Of several rows and q8g64 weights, on sm_90: a block has all columns of v of min(rows, ceil(rows of the launch / groups)) rows.
+// LAUNCH step_expand_many_bf16 block=256 columns=128 splits_max=128 latent_max=512 rows=4 groups=4
+#if defined(TILE_MMA)
+LDS_KERNEL(step_expand_many_bf16, step_expand_args, 256, 2, step_expansion::EXPAND_LDS) { step_expansion::step_expand_many(a); }
+#else
+EARLY_KERNEL(step_expand_many_bf16, step_expand_args, 256, 2) { step_expansion::step_expand<bf16, 2>(a); }
+#endif

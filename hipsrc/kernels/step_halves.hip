@@ -5,7 +5,7 @@
 #include "portable.h"
 #include "fetch.h"
 #include "sum_mail.h"
-#include "wave_one.h"
+#include "wave_rows.h"
 
 namespace step_halves {
 
@@ -25,10 +25,37 @@ DEVICE Weights weights_of(const step_gemv_args& a, const Share& share) {
   return share.sent ? Weights{a.k, a.k, 0, 1, wide} : half_of(a.k, 1, share.half, wide);
 }
 
-template <class W> DEVICE void run(const step_gemv_args& a) {
-  SHARED(words16, x, WAVES * X_BYTES / 16);
-  SHARED(float, x_scale, SIDE);
-  SHARED(float, sums, SUMS);
+// What a block does with the sums of up to N rows of the half that it has: sum(wave, row).
+template <uint32_t N, class Sum> DEVICE void store(const step_gemv_args& a, uint32_t turns, uint32_t rows, uint32_t* word, const Sum& sum) {
+  Share share = share_of(a, opaque(block_x()) - a.part_blocks);  // once more, so that it takes no registers while the weights do
+  uint32_t set = share.set / turns;
+  bool wide = a.wide;
+  auto output = [&](uint32_t wave, uint32_t row) {
+    uint32_t to = (wide ? set : set * WAVES + wave) * COLS + tile_lane();
+    return to < a.n[0] ? ((share.set - set * turns) * N + row) * a.y_stride[0] + to : sum_mail::OUTSIDE;
+  };
+  if (share.sent) {
+    sum_mail::add_other(a.mail, sum_mail::number_of(a.mail), wide, rows, a.residual, a.y[0], output, sum);
+    return;
+  }
+  Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
+  for_both<N>(halves, share.set, share.half, wide, rows, word, sum, [&](uint32_t wave, uint32_t, uint32_t row, float both) {
+    uint32_t index = output(wave, row);
+    if (index != sum_mail::OUTSIDE) store_f32((bf16*)a.y[0] + index, load_f32((const bf16*)a.residual + index) + both);
+  });
+}
+
+// MOST: rows of x that a block takes where weights come through rings; else it takes ROWS.
+template <class W, uint32_t MOST> DEVICE void run(const step_gemv_args& a) {
+#if defined(TILE_MMA)
+  constexpr bool RINGS = W::SCALED;
+#else
+  constexpr bool RINGS = false;
+#endif
+  constexpr uint32_t N = RINGS ? MOST : ROWS;
+  SHARED(words16, x, (RINGS ? 1 : WAVES * X_BYTES / 16));
+  SHARED(float, x_scale, (RINGS ? 1 : SIDE));
+  SHARED(float, sums, (RINGS ? 1 : SUMS));
   SHARED(uint32_t, word, 1);
   next_may_begin();
   if (block_x() < a.part_blocks) {
@@ -37,35 +64,31 @@ template <class W> DEVICE void run(const step_gemv_args& a) {
     return;
   }
   Share share = share_of(a, block_x() - a.part_blocks);
-  uint32_t turns = (a.rows + ROWS - 1) / ROWS, set = share.set / turns, last = a.n[0] - 1u;
-  uint32_t first_row = (share.set - set * turns) * ROWS, rows = a.rows - first_row < ROWS ? a.rows - first_row : ROWS;
-  bool wide = a.wide;
-  uint32_t column = (wide ? set : set * WAVES + tile_group()) * COLS;
+  uint32_t turns = (a.rows + N - 1) / N, set = share.set / turns, last = a.n[0] - 1u;
+  uint32_t first_row = (share.set - set * turns) * N, rows = a.rows - first_row < N ? a.rows - first_row : N;
+  uint32_t column = (a.wide ? set : set * WAVES + tile_group()) * COLS;
   Weights w = weights_of(a, share);
   auto at = [&](uint32_t) { return Matrix{(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}; };
-  Walk<W> walk;
-  begin(walk, w, at, [&](uint32_t i) { return column + i < last ? column + i : last; });
-  previous_done();
+  auto row = [&](uint32_t i) { return column + i < last ? column + i : last; };
   const bf16* from = (const bf16*)a.x + (uint64_t)first_row * a.x_stride + w.first;
-  Lds lds = {x, x_scale, nullptr, sums, nullptr};
-  product(walk, w, at, lds, rows, [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; }, {});
-  auto sum = [&](uint32_t wave, uint32_t row) { return sum_of(w, lds, wave, row, {}); };
-  // Once more, so that it takes no registers while the weights do.
-  share = share_of(a, opaque(block_x()) - a.part_blocks);
-  set = share.set / turns;
-  auto output = [&](uint32_t wave, uint32_t row) {
-    uint32_t to = (wide ? set : set * WAVES + wave) * COLS + tile_lane();
-    return to < a.n[0] ? ((share.set - set * turns) * ROWS + row) * a.y_stride[0] + to : sum_mail::OUTSIDE;
-  };
-  if (share.sent) {
-    sum_mail::add_other(a.mail, sum_mail::number_of(a.mail), wide, rows, a.residual, a.y[0], output, sum);
+  auto row_of_x = [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; };
+#if defined(TILE_MMA)
+  if constexpr (RINGS) {
+    wave_rows::Lds lds = wave_rows::rings_of<W, N>(lds_bytes());
+    wave_rows::Walk<W, N> walk;
+    wave_rows::begin(walk, w, lds, at, row);
+    previous_done();
+    wave_rows::product<2>(walk, w, at, lds, rows, row_of_x, {});
+    store<N>(a, turns, rows, word, [&](uint32_t wave, uint32_t r) { return wave_rows::sum_of<W, N>(w, lds, wave, r, {}); });
     return;
   }
-  Halves halves = {(float*)a.partial, (uint32_t*)a.arrivals};
-  for_both(halves, share.set, share.half, wide, rows, word, sum, [&](uint32_t wave, uint32_t, uint32_t row, float both) {
-    uint32_t index = output(wave, row);
-    if (index != sum_mail::OUTSIDE) store_f32((bf16*)a.y[0] + index, load_f32((const bf16*)a.residual + index) + both);
-  });
+#endif
+  Lds lds = {x, x_scale, nullptr, sums, nullptr};
+  Walk<W> walk;
+  begin(walk, w, at, row);
+  previous_done();
+  product(walk, w, at, lds, rows, row_of_x, {});
+  store<N>(a, turns, rows, word, [&](uint32_t wave, uint32_t r) { return sum_of(w, lds, wave, r, {}); });
 }
 
 #if defined(TILE_MMA)
@@ -117,16 +140,21 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) {
   else multiply_one<W, 2>(a, lds, word);
 }
 #else
-template <class W> DEVICE void run_one(const step_gemv_args& a) { run<W>(a); }
+template <class W> DEVICE void run_one(const step_gemv_args& a) { run<W, 1>(a); }
 #endif
 
 }  // namespace step_halves
 
-// Grid: part_blocks + 2 * blocks (a.mail: 1 * blocks) of 8 rows of x and cols columns where half of k is at least long_k, else cols_short.
-// LAUNCH step_halves_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024
-EARLY_KERNEL(step_halves_bf16_bf16, step_gemv_args, 256, 2) { step_halves::run<bf16_weights>(a); }
-// LAUNCH step_halves_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024
-EARLY_KERNEL(step_halves_bf16_q8g64, step_gemv_args, 256, 3) { step_halves::run<q8g64_weights>(a); }
+// Grid: part_blocks + 2 * blocks (a.mail: 1 * blocks) of `rows` rows of x and cols columns where half of k is at least long_k, else cols_short.
+// LAUNCH step_halves_bf16_bf16 block=256 cols=32 cols_short=256 long_k=1024 rows=8
+EARLY_KERNEL(step_halves_bf16_bf16, step_gemv_args, 256, 2) { step_halves::run<bf16_weights, 8>(a); }
+// LAUNCH step_halves_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 rows=8
+LDS_KERNEL(step_halves_bf16_q8g64, step_gemv_args, 256, 3, (wave_rows::LDS_BYTES<q8g64_weights, 8, false>)) { step_halves::run<q8g64_weights, 8>(a); }
+// Of more rows, on sm_90: the same bits.
+// LAUNCH step_halves_many_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 rows=10
+LDS_KERNEL(step_halves_many_bf16_q8g64, step_gemv_args, 256, 3, (wave_rows::LDS_BYTES<q8g64_weights, 10, false>)) {
+  step_halves::run<q8g64_weights, 10>(a);
+}
 // Of one row of x: the same bits. a.narrow: half of cols a block.
-// LAUNCH step_halves_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024
+// LAUNCH step_halves_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 rows=1
 EARLY_KERNEL(step_halves_one_bf16_q8g64, step_gemv_args, 256, 3) { step_halves::run_one<q8g64_weights>(a); }

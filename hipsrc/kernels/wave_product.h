@@ -40,8 +40,10 @@ DEVICE float unit_value(const uint32_t* word, uint32_t i) { return float_of(i % 
 
 // The 8 values of each of 8 work-items, which have a group, as planes q = 256 high + low of signed bytes; q8g64 in ascending order, q4g64 of each 8
 // values the even ones and then the odd ones, as the nibbles of a word of codes come. low, high: where 8 bytes of this work-item go; scale, excess: of
-// the group.
-template <class W> DEVICE void put_codes(uint8_t* low, uint8_t* high, float* scale, int32_t* excess, const float* v) {
+// the group. A scale is a power of two or NaN: its upper half says it all.
+DEVICE void put_scale(float* to, uint32_t bits) { *to = float_of(bits); }
+DEVICE void put_scale(uint16_t* to, uint32_t bits) { *to = (uint16_t)(bits >> 16); }
+template <class W, class S> DEVICE void put_codes(uint8_t* low, uint8_t* high, S* scale, int32_t* excess, const float* v) {
   bool first = tile_lane() % 8 == 0;
   uint32_t top = 0;  // the largest magnitude, as bits of f32
   UNROLL
@@ -70,7 +72,7 @@ template <class W> DEVICE void put_codes(uint8_t* low, uint8_t* high, float* sca
     for (uint32_t m = 1; m < 8; m <<= 1) sum += shuffle_xor(sum, m);
     if (first) *excess = (int32_t)(sum << 3);  // a code is 8 + value
   }
-  if (first) *scale = float_of(top >= 0x7f800000u ? 0x7fc00000u : (exponent - 14u) << 23);
+  if (first) put_scale(scale, top >= 0x7f800000u ? 0x7fc00000u : (exponent - 14u) << 23);
   UNROLL
   for (uint32_t plane = 0; plane < 2; plane++) {
     uint64_t bytes = 0;
@@ -199,7 +201,7 @@ DEVICE float sum_of(const Weights& w, const Lds& lds, uint32_t wave, uint32_t ro
 template <class F> DEVICE void for_rows(bool wide, uint32_t rows, const F& f) {
   uint32_t wave = wide ? 0u : tile_group();
   ROLLED
-  for (uint32_t row = wide ? tile_group() : 0u; row < rows; row += wide ? ROWS : 1u) f(wave, row);
+  for (uint32_t row = wide ? tile_group() : 0u; row < rows; row += wide ? WAVES : 1u) f(wave, row);
 }
 
 // f(wave, column, row, sum) for each output.
@@ -210,26 +212,24 @@ template <class F> DEVICE void for_outputs(const Weights& w, const Lds& lds, uin
 // Two blocks share a set of columns: half 0 has the first values of k, half 1 the others. An output is the sum of both, so that two devices which have half
 // of the weights each get the same.
 struct Halves {
-  float* partial;      // [sets][2][HALF_SUMS]
+  float* partial;      // [sets][2][N * COLS], N rows of x a block; as many a wave where the product is not wide
   uint32_t* arrivals;  // [sets], 0 before and after
 };
-constexpr uint32_t HALF_SUMS = ROWS * COLS;  // of a block, if wide; else as many a wave
 DEVICE uint32_t first_half(uint32_t k) { return (k + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
 DEVICE Weights half_of(uint32_t k, uint32_t matrices, uint32_t half, bool wide) {
   uint32_t first = first_half(k) < k ? first_half(k) : k;
   return {half ? k - first : first, k, half ? first : 0u, matrices, wide};
 }
-DEVICE uint32_t half_sums(bool wide) { return wide ? HALF_SUMS : WAVES * HALF_SUMS; }
 
 // for_outputs of the sums of both halves, in the block that comes second. `word`: LDS of the caller's. sum(wave, row): of this half. Where all outputs
 // are wave 0's the others have no part in it.
-template <class Sum, class F>
+template <uint32_t N = ROWS, class Sum, class F>
 DEVICE void for_both(const Halves& h, uint32_t set, uint32_t half, bool wide, uint32_t rows, uint32_t* word, const Sum& sum, const F& f) {
   bool alone = wide && rows == 1u;
   if (alone && tile_group()) return;
-  uint32_t each = half_sums(wide);
+  uint32_t each = (wide ? 1u : WAVES) * N * COLS;
   float* low = h.partial + (uint64_t)(2 * set) * each + tile_lane();
-  auto at = [&](uint32_t wave, uint32_t row) { return (wave * ROWS + row) * COLS; };
+  auto at = [&](uint32_t wave, uint32_t row) { return (wave * N + row) * COLS; };
   auto meet = [&] {
     if (alone) wave_sync();
     else block_sync();

@@ -210,6 +210,7 @@ int cuModuleGetFunction(void** f, void* m, const char* name) {
   return 0;
 }
 int cuFuncGetAttribute(int* v, int what, void* f) { (void)f; *v = 100 + what; return 0; }
+int cuFuncSetAttribute(void* f, int what, int v) { NOTE("cuFuncSetAttribute", "%s, %d, %d", (char*)f, what, v); return 0; }
 static void run(const char* name, const unsigned char* args) {
   if (strcmp(name, "counter_step")) return;
   uint64_t *state, *step;
@@ -222,6 +223,12 @@ static void run(const char* name, const unsigned char* args) {
 struct attribute { int id, padding, value, rest[15]; };
 struct config { unsigned gx, gy, gz, bx, by, bz, lds; void* stream; struct attribute* attributes; unsigned attribute_count; };
 int cuModuleGetGlobal_v2(uint64_t* p, size_t* bytes, void* m, const char* name) {
+  static const int wide_lds = 70000;
+  if (!strcmp(name, "wide_lds")) {
+    *p = (uintptr_t)&wide_lds;
+    *bytes = 4;
+    return 0;
+  }
   if (strcmp(name, "glm53_overlap") || m != overlap_module) return 500;
   *p = 4096;
   *bytes = 4;

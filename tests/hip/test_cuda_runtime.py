@@ -267,6 +267,21 @@ print(call("hipModuleLaunchKernel", asking, *map(c_uint, (1, 1, 1, 32, 1, 1)), 0
     assert lines == [f"0 ['cuLaunchKernelEx({launched}{asked})']" for asked in (", overlap", "", "")]
 
 
+def test_a_kernel_gets_the_lds_that_its_code_object_names(cuda: Callable[[str], list[str]]) -> None:
+    """More than 48 KiB: the driver is told when the function is found, and every launch asks for it."""
+    lines = cuda("""
+args = (ctypes.c_uint64 * 3)()
+params = (c_void_p * 1)(ctypes.addressof(args))
+for name in (b"wide", b"embed"):
+    function = c_void_p()
+    assert call("hipModuleGetFunction", byref(function), c_void_p(16), name) == 0
+    print([line for line in log() if "Attribute" in line])
+    print(call("hipModuleLaunchKernel", function, *map(c_uint, (1, 1, 1, 32, 1, 1)), 0, c_void_p(16), params, None), log())
+""")
+    launches = [f"0 ['cuLaunchKernelEx({name}, 1 1 1, 32 1 1, {lds}, extra 0)']" for name, lds in (("wide", 70000), ("embed", 0))]
+    assert lines == ["['cuFuncSetAttribute(wide, 8, 70000)']", launches[0], "[]", launches[1]]
+
+
 @pytest.mark.parametrize(
     ("cuda_code", "hip_code"),
     [

@@ -81,6 +81,7 @@ static_assert(offsetof(LaunchAttribute, id) == offsetof(CUlaunchAttribute, id), 
 static_assert(offsetof(LaunchAttribute, overlap) == offsetof(CUlaunchAttribute, value), "CUlaunchAttribute.value differs from cuda.h");
 
 #define CHECK_VALUE(ours, theirs) static_assert((unsigned long long)(ours) == (unsigned long long)(theirs), #theirs " differs from cuda.h")
+CHECK_VALUE(kDynamicSharedBytesMax, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 CHECK_VALUE(kHost, CU_MEMORYTYPE_HOST);
 CHECK_VALUE(kDevice, CU_MEMORYTYPE_DEVICE);
 CHECK_VALUE(kArray, CU_MEMORYTYPE_ARRAY);

@@ -62,6 +62,7 @@ struct LaunchConfig {
   unsigned int attribute_count;
 };
 constexpr int kLaunchOverlap = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kDynamicSharedBytesMax = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 enum MemoryType : unsigned { kHost = 1, kDevice = 2, kArray = 3, kUnified = 4 };
 enum HostAllocFlag : unsigned { kAllocPortable = 1, kAllocDeviceMap = 2, kAllocWriteCombined = 4 };
@@ -186,6 +187,7 @@ enum Attribute : int {
   X(cuModuleGetGlobal_v2, (Address*, size_t*, Module, const char*))                                             \
   X(cuModuleGetFunction, (Function*, Module, const char*))                                                      \
   X(cuFuncGetAttribute, (int*, int, Function))                                                                  \
+  X(cuFuncSetAttribute, (Function, int, int))                                                                   \
   X(cuLaunchKernelEx, (const LaunchConfig*, Function, void**, void**))                                          \
   X(cuGraphInstantiateWithFlags, (GraphExec*, Graph, unsigned long long))                                       \
   X(cuGraphLaunch, (GraphExec, Stream))                                                                         \

@@ -2,9 +2,10 @@
 #include "driver.h"
 
 #include <algorithm>
+#include <functional>
 #include <mutex>
 #include <shared_mutex>
-#include <utility>
+#include <string>
 #include <vector>
 
 using namespace glm53_cuda;
@@ -40,28 +41,51 @@ bool shape_allowed(const unsigned int grid[3], const unsigned int block[3]) {
   return grid[1] <= 65535 && grid[2] <= 65535;
 }
 
-// Functions of code objects that define kOverlapSymbol: their kernels wait themselves for the launch before (portable_cuda.h), so a launch may begin
-// before that has ended. Sorted; guarded by overlap_mutex.
+// What a code object says about its kernels (portable_cuda.h): with kOverlapSymbol they wait themselves for the launch before, so a launch may begin
+// before that has ended; a kernel `name` with a symbol name_lds takes so many bytes of dynamic workgroup memory, whatever its launch says.
+// Sorted by function; guarded by known_mutex.
 constexpr char kOverlapSymbol[] = "glm53_overlap";
-std::shared_mutex overlap_mutex;
-std::vector<std::pair<Function, Module>> overlapping;
+struct Known {
+  Function function;
+  Module module;
+  bool overlaps;
+  unsigned int lds_bytes;
+};
+std::shared_mutex known_mutex;
+std::vector<Known> known;
 
-bool overlaps(Function function) {
-  std::shared_lock<std::shared_mutex> lock(overlap_mutex);
-  auto at = std::lower_bound(overlapping.begin(), overlapping.end(), std::make_pair(function, Module(nullptr)));
-  return at != overlapping.end() && at->first == function;
+bool before(const Known& one, Function function) { return std::less<Function>()(one.function, function); }
+
+Known known_of(Function function) {
+  std::shared_lock<std::shared_mutex> lock(known_mutex);
+  auto at = std::lower_bound(known.begin(), known.end(), function, before);
+  return at != known.end() && at->function == function ? *at : Known{function, nullptr, false, 0};
 }
 
-void note_overlap(Function function, Module module) {
-  std::unique_lock<std::shared_mutex> lock(overlap_mutex);
-  auto entry = std::make_pair(function, module);
-  auto at = std::lower_bound(overlapping.begin(), overlapping.end(), entry);
-  if (at == overlapping.end() || *at != entry) overlapping.insert(at, entry);
+void note(const Known& entry) {
+  std::unique_lock<std::shared_mutex> lock(known_mutex);
+  auto at = std::lower_bound(known.begin(), known.end(), entry.function, before);
+  if (at == known.end() || at->function != entry.function) known.insert(at, entry);
+  else *at = entry;
 }
 
-void forget_overlap(Module module) {
-  std::unique_lock<std::shared_mutex> lock(overlap_mutex);
-  overlapping.erase(std::remove_if(overlapping.begin(), overlapping.end(), [&](const auto& entry) { return entry.second == module; }), overlapping.end());
+void forget(Module module) {
+  std::unique_lock<std::shared_mutex> lock(known_mutex);
+  known.erase(std::remove_if(known.begin(), known.end(), [&](const Known& entry) { return entry.module == module; }), known.end());
+}
+
+// Reads what the module says about a function, and tells the driver of its dynamic workgroup memory. Returns a CUresult.
+int learn(const Driver* driver, Function function, Module module, const char* name) {
+  Address symbol = 0;
+  size_t bytes = 0;
+  Known entry = {function, module, !driver->cuModuleGetGlobal_v2(&symbol, &bytes, module, kOverlapSymbol), 0};
+  std::string lds = std::string(name) + "_lds";
+  if (!driver->cuModuleGetGlobal_v2(&symbol, &bytes, module, lds.c_str())) {
+    if (int result = driver->cuMemcpyDtoH_v2(&entry.lds_bytes, symbol, sizeof(entry.lds_bytes))) return result;
+    if (int result = driver->cuFuncSetAttribute(function, kDynamicSharedBytesMax, (int)entry.lds_bytes)) return result;
+  }
+  if (entry.overlaps || entry.lds_bytes) note(entry);
+  return 0;
 }
 
 }  // namespace
@@ -84,7 +108,7 @@ GLM53_EXPORT hipError_t hipModuleUnload(hipModule_t module) {
   if (!module) return fail(hipErrorInvalidHandle, "hipModuleUnload: module is null");
   Entered driver;
   if (hipError_t error = driver.enter()) return error;
-  forget_overlap(module_of(module));
+  forget(module_of(module));
   return finish(driver, driver->cuModuleUnload(module_of(module)), "cuModuleUnload");
 }
 
@@ -94,11 +118,8 @@ GLM53_EXPORT hipError_t hipModuleGetFunction(hipFunction_t* function, hipModule_
   Entered driver;
   if (hipError_t error = driver.enter()) return error;
   int result = driver->cuModuleGetFunction(reinterpret_cast<Function*>(function), module_of(module), name);
-  Address symbol = 0;
-  size_t bytes = 0;
-  if (!result && !driver->cuModuleGetGlobal_v2(&symbol, &bytes, module_of(module), kOverlapSymbol))
-    note_overlap(function_of(*function), module_of(module));
-  return finish(driver, result, "cuModuleGetFunction");
+  if (result) return finish(driver, result, "cuModuleGetFunction");
+  return finish(driver, learn(driver, function_of(*function), module_of(module), name), "cuFuncSetAttribute");
 }
 
 GLM53_EXPORT hipError_t hipFuncGetAttribute(int* value, hipFunction_attribute what, hipFunction_t function) {
@@ -126,7 +147,9 @@ GLM53_EXPORT hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned i
   Entered driver;
   if (hipError_t error = driver.enter()) return error;
   LaunchAttribute overlap = {kLaunchOverlap, 0, 1, {}};
-  LaunchConfig config = {grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream_of(stream), &overlap, overlaps(function_of(function))};
+  Known kernel = known_of(function_of(function));
+  shared_bytes += kernel.lds_bytes;
+  LaunchConfig config = {grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream_of(stream), &overlap, kernel.overlaps};
   return finish(driver, driver->cuLaunchKernelEx(&config, function_of(function), params, extra ? cuda_extra : nullptr), "cuLaunchKernelEx");
 }
 

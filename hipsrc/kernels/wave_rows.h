@@ -1,0 +1,343 @@
+// wave_rows.h - the wave product (wave_product.h) for several rows of x and weights with scales: the same bits, for targets with TILE_MMA and
+// asynchronous copies. N: rows of a block. Weights come through the rings of wave_one.h, two tiles of 16 rows a wave. A SET is four rows of x, which
+// cost a tile's 8 columns: column 2r of the weights' tile is the low plane of row r, column 2r + 1 the high one; work-item l has the sums of row l %
+// 4 of each set, of the weights' rows l / 4 + 8 i. Sets without a row cost nothing.
+// Planes of a wave: column c (plane c % 2 of row c / 2) starts at c * RUN_VALUES, its 16 bytes number u at place u ^ turned(c), so that what a matrix
+// load or half a wave reads at once has banks of its own.
+// Use as wave_product.h's: begin, product, for_outputs; LDS is rings_of<W, N>(lds_bytes()) of an LDS_KERNEL of LDS_BYTES.
+#pragma once
+#include "wave_one.h"
+
+#if defined(TILE_MMA)
+namespace wave_rows {
+
+using namespace wave_product;
+constexpr uint32_t SET = 4;
+template <uint32_t N> constexpr uint32_t SETS = (N + SET - 1) / SET;
+
+// The rings of a block and its x. SLOTS: rows of x that a wave has room for, of a run each.
+struct Lds {
+  wave_one::Lds one;  // ring, scales; x [WAVES][SLOTS] of both planes; x_sum, q4g64: [WAVES][SLOTS][RUN]
+  uint16_t* x_scale;  // [WAVES][SLOTS][RUN], upper halves of f32
+};
+template <uint32_t SLOTS> constexpr uint32_t X_WAVE = SLOTS * 2 * RUN_VALUES;  // bytes
+template <uint32_t SLOTS> constexpr uint32_t SIDES = WAVES * SLOTS * RUN;
+template <class W> constexpr uint32_t SIDE_BYTES = W::FORMAT == WEIGHT_Q4G64 ? 6 : 2;
+// The last 64: what is read of the sides of rows that there are not.
+template <class W, uint32_t SLOTS>
+constexpr uint32_t RINGS_BYTES = wave_one::RING_UNITS * 16 + WAVES * (COLS * 8 + X_WAVE<SLOTS>) + SIDES<SLOTS> * SIDE_BYTES<W> + 64;
+
+template <class W, uint32_t SLOTS> DEVICE Lds rings_of(uint8_t* at) {
+  words16 *ring = (words16*)at, *x = ring + wave_one::RING_UNITS;
+  uint64_t* scales = (uint64_t*)(x + WAVES * X_WAVE<SLOTS> / 16);
+  int32_t* x_sum = (int32_t*)(scales + WAVES * COLS);
+  return {{ring, scales, x, nullptr, x_sum, nullptr, nullptr}, (uint16_t*)(x_sum + (W::FORMAT == WEIGHT_Q4G64 ? SIDES<SLOTS> : 0))};
+}
+
+// Of a product of N rows behind the rings: of a norm, lanes [WAVES][N][32], each work-item's sums of squares, then squares [WAVES][N].
+template <class W, uint32_t N, bool NORM> constexpr uint32_t LDS_BYTES = RINGS_BYTES<W, N> + (NORM ? WAVES * N * 4 * (32 + 1) : 0);
+template <class W, uint32_t N> DEVICE float* lanes_of(const Lds& lds) { return (float*)((uint8_t*)lds.one.ring + RINGS_BYTES<W, N>); }
+template <class W, uint32_t N> DEVICE float* squares_of(const Lds& lds) { return lanes_of<W, N>(lds) + WAVES * N * 32; }
+// The sums [N][COLS] of a wave, when all is added: at the start of its ring.
+DEVICE float* sums_of_wave(const Lds& lds, uint32_t wave) { return (float*)lds.one.ring + wave * (wave_one::RING_BYTES / 4); }
+
+template <class W, uint32_t N> struct Walk {
+  wave_one::Walk<W, 2> weights;
+  float sum[SETS<N>][4];
+};
+
+template <class W> DEVICE uint32_t turned(uint32_t column) { return W::FORMAT == WEIGHT_Q4G64 ? column % 4 * 2 : column % 8; }
+template <class W, uint32_t SLOTS> DEVICE uint8_t* unit_of(const Lds& lds, uint32_t column, uint32_t unit) {
+  return (uint8_t*)lds.one.x + tile_group() * X_WAVE<SLOTS> + column * RUN_VALUES + ((unit ^ turned<W>(column)) << 4);
+}
+template <uint32_t SLOTS> DEVICE uint32_t side_of(uint32_t slot) { return (tile_group() * SLOTS + slot) * RUN; }
+
+template <class W, uint32_t N> DEVICE void clear(Walk<W, N>& walk) {
+  UNROLL
+  for (uint32_t set = 0; set < SETS<N>; set++) {
+    UNROLL
+    for (uint32_t i = 0; i < 4; i++) walk.sum[set][i] = 0.0f;
+  }
+}
+
+template <class W, uint32_t N, class At, class Row>
+DEVICE void begin(Walk<W, N>& walk, const Weights& w, const Lds& lds, const At& at, const Row& row) {
+  wave_one::begin(walk.weights, w, lds.one, at, row);
+  clear(walk);
+}
+
+// Adds the run's group `group`, number `index` of the stage at `stage`, for the rows whose x lies from slot `first` on.
+template <class W, uint32_t N, uint32_t SLOTS>
+DEVICE void add_group(Walk<W, N>& walk, const Lds& lds, const uint32_t (&scale)[4][2], uint32_t first, uint32_t rows, uint32_t group, uint32_t index,
+                      const uint8_t* stage) {
+  uint32_t lane = tile_lane(), a[2][2][4];  // [tile][step]
+  UNROLL
+  for (uint32_t tile = 0; tile < 2; tile++) {
+    uint32_t row = 16 * tile + lane % 16;
+    if constexpr (W::FORMAT == WEIGHT_Q8G64) {
+      UNROLL
+      for (uint32_t step = 0; step < 2; step++) load_matrices(a[tile][step], stage + wave_one::place_in_stage(row, 2 * step + lane / 16));
+    } else {
+      uint32_t codes[4];
+      load_matrices(codes, stage + wave_one::place_in_stage(row, 2 * index + lane / 16));
+      UNROLL
+      for (uint32_t i = 0; i < 4; i++) {
+        a[tile][0][i] = codes[i] & 0x0f0f0f0fu;
+        a[tile][1][i] = (codes[i] >> 4) & 0x0f0f0f0fu;
+      }
+    }
+  }
+  float factor[4];
+  UNROLL
+  for (uint32_t i = 0; i < 4; i++) factor[i] = f16_value((uint16_t)(scale[i][group / 2] >> (16 * (group % 2))));
+  UNROLL
+  for (uint32_t set = 0; set < SETS<N>; set++) {
+    if (set && set * SET >= rows) continue;
+    uint32_t x[2][2];  // [step]
+    if constexpr (W::FORMAT == WEIGHT_Q8G64) {
+      uint32_t four[4];
+      load_matrices(four, unit_of<W, SLOTS>(lds, 2 * first + 8 * set + lane % 8, 4 * group + lane / 8));
+      UNROLL
+      for (uint32_t i = 0; i < 4; i++) x[i / 2][i % 2] = four[i];
+    } else {  // even values of half a group, odd ones
+      UNROLL
+      for (uint32_t half = 0; half < 2; half++) {
+        uint32_t both[2];
+        wave_one::load_pair(unit_of<W, SLOTS>(lds, 2 * first + 8 * set + lane / 4, 4 * group + 2 * half + lane % 4 / 2) + lane % 2 * 8, both);
+        x[0][half] = both[0];
+        x[1][half] = both[1];
+      }
+    }
+    uint32_t side = side_of<SLOTS>(first + SET * set + part()) + group;
+    float x_scale = float_of((uint32_t)lds.x_scale[side] << 16);
+    int32_t less = W::FORMAT == WEIGHT_Q4G64 ? lds.one.x_sum[side] : 0;
+    UNROLL
+    for (uint32_t tile = 0; tile < 2; tile++) {
+      int32_t d[4] = {0, 0, 0, 0};
+      UNROLL
+      for (uint32_t step = 0; step < 2; step++) mma_16x8x32(d, a[tile][step], x[step]);
+      UNROLL
+      for (uint32_t half = 0; half < 2; half++) {
+        uint32_t i = 2 * tile + half;
+        int32_t all = (int32_t)((uint32_t)d[2 * half + 1] << 8) + d[2 * half] - less;
+        walk.sum[set][i] = fma_f32((float)all, factor[i] * x_scale, walk.sum[set][i]);
+      }
+    }
+  }
+}
+
+// This work-item's 8 values of the next WINDOW rows, and of the norm.
+template <uint32_t WINDOW> struct Asked {
+  uint32_t word[WINDOW][4], norm[4];
+};
+// Rows [first, first + WINDOW) of the run at the cursor. No branch: loads that are under way are waited for where ways join.
+template <uint32_t WINDOW, class X>
+DEVICE void ask(Asked<WINDOW>& asked, const Weights& w, const X& x, uint32_t first, uint32_t rows, const Cursor& c) {
+  bool inside = c.matrix < w.matrices;
+  uint32_t at = inside ? c.run * RUN_VALUES + 8 * tile_lane() : w.k, matrix = inside ? c.matrix : 0u;
+  UNROLL
+  for (uint32_t i = 0; i < WINDOW; i++) {
+    bool there = first + i < rows;
+    load_unit(x(matrix, there ? first + i : first), there ? at : w.k, w.k, asked.word[i]);
+  }
+}
+template <uint32_t WINDOW> DEVICE void ask_norm(Asked<WINDOW>& asked, const Weights& w, const Operand& o, const Cursor& c) {
+  if (o.norm) load_unit(o.norm, c.matrix < w.matrices ? c.run * RUN_VALUES + 8 * tile_lane() : w.k, w.k, asked.norm);
+}
+
+// A row of the run at the cursor goes to LDS, to slot `slot`; with a norm the squares of its values are added to those at `lanes`.
+template <class W, uint32_t SLOTS>
+DEVICE void put_row(const uint32_t* word, const uint32_t* norm, const Lds& lds, float* lanes, const Operand& o, uint32_t slot) {
+  float v[8];
+  UNROLL
+  for (uint32_t i = 0; i < 8; i++) v[i] = unit_value(word, i);
+  if (o.norm) {
+    float square = *lanes;
+    UNROLL
+    for (uint32_t i = 0; i < 8; i++) {
+      square = fma_f32(v[i], v[i], square);
+      v[i] *= unit_value(norm, i);
+    }
+    *lanes = square;
+  }
+  uint32_t unit = tile_lane() / 2, inside = tile_lane() % 2 * 8, side = side_of<SLOTS>(slot) + tile_lane() / 8;
+  uint8_t *low = unit_of<W, SLOTS>(lds, 2 * slot, unit) + inside, *high = unit_of<W, SLOTS>(lds, 2 * slot + 1, unit) + inside;
+  put_codes<W>(low, high, lds.x_scale + side, lds.one.x_sum + side, v);
+}
+
+// All rows of the run at c, the first of which have been asked for; then those of the run after it are.
+template <class W, uint32_t N, uint32_t WINDOW, class X>
+DEVICE void stage(Asked<WINDOW>& asked, const Weights& w, const Lds& lds, uint32_t rows, const X& x, const Operand& o, const Cursor& c,
+                  const Cursor& after) {
+  ROLLED
+  for (uint32_t first = 0; first < rows; first += WINDOW) {
+    UNROLL
+    for (uint32_t i = 0; i < WINDOW; i++) {
+      float* lanes = lanes_of<W, N>(lds) + (tile_group() * N + first + i) * 32 + tile_lane();
+      if (i == 0 || first + i < rows) put_row<W, N>(asked.word[i], asked.norm, lds, lanes, o, first + i);
+    }
+    bool more = SETS<N> > 1 && first + WINDOW < rows;
+    ask(asked, w, x, more ? first + WINDOW : 0u, rows, more ? c : after);
+  }
+  ask_norm(asked, w, o, after);
+}
+
+// x(matrix, r): row r < rows of x, k values. The sums are in LDS. WINDOW: rows of x that are asked for before the first of them is needed.
+template <uint32_t WINDOW, class W, uint32_t N, class At, class X>
+DEVICE void product(Walk<W, N>& walk, const Weights& w, const At& at, const Lds& lds, uint32_t rows, const X& x, const Operand& o) {
+  constexpr uint32_t DEPTH = wave_one::DEPTH<2>, STAGES = wave_one::STAGES<W>, GROUPS = wave_one::GROUPS<W>;
+  float* of_lane = lanes_of<W, N>(lds) + tile_group() * N * 32 + tile_lane();
+  if (o.norm) {
+    for (uint32_t row = 0; row < rows; row++) of_lane[row * 32] = 0.0f;
+  }
+  Cursor c = walk.weights.cursor;
+  Asked<WINDOW> asked;
+  ask(asked, w, x, 0, rows, c);
+  ask_norm(asked, w, o, c);
+  ROLLED
+  for (uint32_t left = turns_in(w); left; left--) {
+    uint32_t groups = c.matrix < w.matrices ? groups_in(w) - c.run * RUN : 0u, scale[4][2];
+    Cursor after = c;
+    next_run(after, w);
+    stage<W, N>(asked, w, lds, rows, x, o, c, after);
+    c = after;
+    UNROLL
+    for (uint32_t stage = 0; stage < STAGES; stage++) {
+      copies_wait<DEPTH - 1>();
+      wave_sync();
+      if (stage == 0) wave_one::load_scales<2>(wave_one::scales_of<W, 2>(lds.one, 0), scale);
+      UNROLL
+      for (uint32_t i = 0; i < GROUPS; i++) {
+        uint32_t group = stage * GROUPS + i;
+        if (group < groups) {
+          add_group<W, N, N>(walk, lds, scale, 0, rows, group, i, wave_one::stage_of<2>(lds.one, stage % DEPTH));
+        }
+      }
+      wave_sync();
+      if (stage + DEPTH == STAGES) {
+        walk.weights.cursor = c;
+        if (w.matrices > 1u && c.matrix < w.matrices) walk.weights.from = at(c.matrix);
+      }
+      wave_one::copy_stage(walk.weights, w, lds.one, (stage + DEPTH) % STAGES, stage % DEPTH);
+    }
+  }
+  if (o.norm) {
+    ROLLED
+    for (uint32_t row = 0; row < rows; row++) {
+      float sum[1] = {of_lane[row * 32]};
+      lanes_sum<32>(sum);
+      if (tile_lane() == 0) squares_of<W, N>(lds)[tile_group() * N + row] = sum[0];
+    }
+  }
+  float* sums = sums_of_wave(lds, tile_group());
+  UNROLL
+  for (uint32_t set = 0; set < SETS<N>; set++) {
+    UNROLL
+    for (uint32_t i = 0; i < 4; i++) sums[(SET * set + part()) * COLS + load_row(i)] = walk.sum[set][i];
+  }
+  block_sync();
+}
+
+// The sum of an output, of this work-item's column, times the norm's scale; wave: whose columns they are, 0 if wide.
+template <class W, uint32_t N> DEVICE float sum_of(const Weights& w, const Lds& lds, uint32_t wave, uint32_t row, const Operand& o) {
+  const float* of_row = squares_of<W, N>(lds) + wave * N + row;
+  float sum = sums_of_wave(lds, wave)[row * COLS + tile_lane()], squares = o.norm ? *of_row : 0.0f;
+  if (w.wide) {
+    UNROLL
+    for (uint32_t i = 1; i < WAVES; i++) {
+      sum += sums_of_wave(lds, i)[row * COLS + tile_lane()];
+      if (o.norm) squares += of_row[i * N];
+    }
+  }
+  return o.norm ? sum * rsqrt_exact(squares / (float)w.k + o.eps) : sum * 1.0f;
+}
+
+// f(wave, column, row, sum) for each output.
+template <class W, uint32_t N, class F> DEVICE void for_outputs(const Weights& w, const Lds& lds, uint32_t rows, const Operand& o, const F& f) {
+  for_rows(w.wide, rows, [&](uint32_t wave, uint32_t row) { f(wave, tile_lane(), row, sum_of<W, N>(w, lds, wave, row, o)); });
+}
+
+// One after the other several sets of 32 columns for the same rows, up to SET: the rings do not run dry between sets, and what x there is room for is
+// made once. LDS of the sweep: rings_of<W, SWEEP_SLOTS>, then sums [2][WAVES][SET][COLS].
+constexpr uint32_t SWEEP_SLOTS = 6;
+template <class W> constexpr uint32_t SWEEP_LDS = RINGS_BYTES<W, SWEEP_SLOTS> + 2 * WAVES * SET * COLS * 4;
+
+// w: of one set. row(set, i): index of the row of weights of column i < 32; x(r): row r < rows of x; out(set, sum): all work-items come there,
+// sum(wave, row) is an output of this work-item's column, wave as in for_rows. ready(): between the first copies and the first use of x.
+template <class W, class Row, class Ready, class X, class Out>
+DEVICE void sweep(Weights w, const Matrix& matrix, uint8_t* memory, uint32_t sets, uint32_t rows, const Row& row, const Ready& ready, const X& x,
+                  const Out& out) {
+  constexpr uint32_t DEPTH = wave_one::DEPTH<2>, STAGES = wave_one::STAGES<W>, GROUPS = wave_one::GROUPS<W>;
+  Lds lds = rings_of<W, SWEEP_SLOTS>(memory);
+  float* sums = (float*)(memory + RINGS_BYTES<W, SWEEP_SLOTS>);
+  uint32_t turns = turns_in(w), lead = w.wide ? tile_group() : 0u, turn = 0;
+  bool kept = rows * turns <= SWEEP_SLOTS;
+  w.matrices = sets;
+  auto first_group = [&](uint32_t set, uint32_t i) { return row(set, i) * (w.pitch / GROUP) + w.first / GROUP; };
+  Cursor c = {0, lead};
+  Walk<W, SET> walk;
+  auto place = [&](uint32_t set) {
+    UNROLL
+    for (uint32_t i = 0; i < 4; i++) walk.weights.at[i] = first_group(set, load_row(i)) * wave_one::group_units<W> + part();
+    walk.weights.scale_at = first_group(set, tile_lane());
+  };
+  place(0);
+  walk.weights.cursor = c;
+  walk.weights.from = matrix;
+  clear(walk);
+  UNROLL
+  for (uint32_t stage = 0; stage < DEPTH; stage++) wave_one::copy_stage(walk.weights, w, lds.one, stage, stage);
+  ready();
+  auto x_of = [&](uint32_t, uint32_t r) { return x(r); };
+  Asked<SET> asked;
+  ask(asked, w, x_of, 0, rows, c);
+  ROLLED
+  for (uint32_t left = sets * turns; left; left--) {
+    uint32_t before = c.run * RUN, groups = groups_in(w) > before ? groups_in(w) - before : 0u, first = kept ? turn * rows : 0u, scale[4][2];
+    bool last = turn + 1u == turns;
+    Cursor after = {last ? c.matrix + 1u : c.matrix, last ? lead : c.run + (w.wide ? WAVES : 1u)};
+    if (!kept || c.matrix == 0) {
+      UNROLL
+      for (uint32_t i = 0; i < SET; i++) {
+        if (i == 0 || i < rows) put_row<W, SWEEP_SLOTS>(asked.word[i], asked.norm, lds, nullptr, {}, first + i);
+      }
+    }
+    ask(asked, w, x_of, 0, rows, {kept && after.matrix ? sets : after.matrix, after.run});
+    UNROLL
+    for (uint32_t stage = 0; stage < STAGES; stage++) {
+      copies_wait<DEPTH - 1>();
+      wave_sync();
+      if (stage == 0) wave_one::load_scales<2>(wave_one::scales_of<W, 2>(lds.one, 0), scale);
+      UNROLL
+      for (uint32_t i = 0; i < GROUPS; i++) {
+        uint32_t group = stage * GROUPS + i;
+        if (group < groups) add_group<W, SET, SWEEP_SLOTS>(walk, lds, scale, first, rows, group, i, wave_one::stage_of<2>(lds.one, stage % DEPTH));
+      }
+      wave_sync();
+      if (stage + DEPTH == STAGES) {
+        walk.weights.cursor = after;
+        if (last && after.matrix < sets) place(after.matrix);
+      }
+      wave_one::copy_stage(walk.weights, w, lds.one, (stage + DEPTH) % STAGES, stage % DEPTH);
+    }
+    if (last) {
+      float *of_set = sums + c.matrix % 2 * (WAVES * SET * COLS), *of_wave = of_set + tile_group() * SET * COLS;
+      UNROLL
+      for (uint32_t i = 0; i < 4; i++) of_wave[part() * COLS + load_row(i)] = walk.sum[0][i];
+      clear(walk);
+      block_sync();  // whoever comes to the next but one has seen all leave this one
+      out(c.matrix, [&](uint32_t wave, uint32_t r) {
+        const float* from = of_set + (wave * SET + r) * COLS + tile_lane();
+        float sum = from[0];
+        UNROLL
+        for (uint32_t i = 1; i < WAVES && w.wide; i++) sum += from[i * SET * COLS];
+        return sum * 1.0f;
+      });
+    }
+    turn = last ? 0u : turn + 1u;
+    c = after;
+  }
+}
+
+}  // namespace wave_rows
+#endif

@@ -1,0 +1,128 @@
+"""A row's bits do not depend on how many rows are beside it, whichever kernel takes them: products of 2 to 20 rows against each row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from glm53.check.case import Bench, draw, round_to
+from glm53.check.cases_step import put_halves, put_matrix
+from glm53.check.reference_step import draw_weights
+from glm53.check.reference_step_experts import draw_weights as draw_experts
+from glm53.hip import Array, Device
+from glm53.ops import step, step_attention, step_experts
+from glm53.ops.step import Epilogue, Segment
+from glm53.spec import DType, WeightFormat
+
+F32, BF16 = DType.F32, DType.BF16
+Q8, Q4 = WeightFormat.Q8G64, WeightFormat.Q4G64
+ROWS = (2, 4, 5, 8, 9, 12, 13, 20)
+
+
+def compare_with_single_rows(rows: int, product: Callable[[slice], np.ndarray]) -> None:
+    """product(rows of a slice): the bits of their outputs, one row after the other."""
+    together = product(slice(0, rows))
+    assert together.shape[0] == rows and len({row.tobytes() for row in together}) == rows
+    for row in range(rows):
+        np.testing.assert_array_equal(product(slice(row, row + 1))[0], together[row], err_msg=f"row {row} of {rows}")
+
+
+def values(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of different sizes, so that none can stand for another."""
+    x = draw(seed, shape, BF16)
+    return round_to(x * np.exp2(np.arange(shape[0]) % 7 - 3).reshape(-1, *(1,) * (len(shape) - 1)).astype(np.float32), BF16)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("k", [192, 1088, 2560])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_gemv(device: Device, k: int, rows: int, normed: bool) -> None:
+    n = 83
+    x, norm = values(1, (rows, k)), draw(2, (k,), BF16)
+    with Bench(device) as bench:
+        weight, gate_up = (put_matrix(bench, draw_weights(seed, (count, k), Q8)) for seed, count in ((3, n), (4, 2 * n)))
+        scale = bench.put(norm, BF16) if normed else None
+
+        def product(some: slice) -> np.ndarray:
+            part = bench.put(x[some], BF16)
+            sums, act = bench.poison(F32, (len(x[some]), n)), bench.poison(BF16, (len(x[some]), n))
+            step.gemv(bench.stream, part, [Segment(weight, sums, Epilogue.STORE_F32)], norm=scale, eps=1e-5)
+            step.gemv(bench.stream, part, [Segment(gate_up, act, Epilogue.SILU)], norm=scale, eps=1e-5)
+            return np.concatenate([bench.bits(sums).view(np.uint16), bench.bits(act)], axis=1)
+
+        compare_with_single_rows(rows, product)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("k", [384, 4224])
+def test_halves(device: Device, k: int, rows: int) -> None:
+    n = 300
+    x, residual = values(1, (rows, k)), draw(2, (rows, n), BF16)
+    with Bench(device) as bench:
+        weight, scratch = put_matrix(bench, draw_weights(3, (n, k), Q8)), put_halves(bench, rows, n)
+
+        def product(some: slice) -> np.ndarray:
+            y = bench.put(residual[some], BF16)
+            step.gemv(bench.stream, bench.put(x[some], BF16), [Segment(weight, y, Epilogue.RESIDUAL)], residual=y, halves=scratch)
+            return bench.bits(y)
+
+        compare_with_single_rows(rows, product)
+        compare_with_single_rows(rows, product)  # arrivals are 0 again
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("weight_format", [Q8, Q4], ids=lambda f: f.label)
+@pytest.mark.parametrize("k", [192, 1088])
+def test_experts(device: Device, k: int, rows: int, weight_format: WeightFormat) -> None:
+    """Experts that few and many rows share; one id is outside.."""
+    n, width, slots, experts = 72, 805, 3, 5
+    rng = np.random.default_rng(rows)
+    x, shared_act = values(1, (rows, k)), values(2, (rows, k))
+    ids = np.stack([rng.permutation(experts)[:slots] for _ in range(rows)]).astype(np.int32)
+    ids[rows // 2, 1] = experts
+    weights, residual = rng.random((rows, slots), np.float32), draw(3, (rows, width), BF16)
+    with Bench(device) as bench:
+        gate_up = put_matrix(bench, draw_experts(4, (experts, 2 * n, k), weight_format))
+        down, shared = (
+            put_matrix(bench, draw_experts(seed, shape, f)) for seed, shape, f in ((5, (experts, width, 128), weight_format), (6, (width, k), Q8))
+        )
+        scratch = put_halves(bench, rows, width)
+
+        def product(some: slice) -> np.ndarray:
+            count = len(x[some])
+            chosen: Array = bench.put(ids[some])
+            act, y = bench.poison(BF16, (count, slots, n)), bench.poison(BF16, (count, width))
+            step_experts.experts(bench.stream, bench.put(x[some], BF16), chosen, gate_up, act)
+            part = bench.put(draw(7, (rows, slots, 128), BF16)[some], BF16)
+            held = (bench.put(weights[some]), down, bench.put(shared_act[some], BF16), shared, bench.put(residual[some], BF16))
+            step_experts.down(bench.stream, part, chosen, *held, y, scratch)
+            return np.concatenate([bench.bits(act).reshape(count, -1), bench.bits(y)], axis=1)
+
+        compare_with_single_rows(rows, product)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("v, latent, splits", [(256, 512, 32), (72, 128, 3)])
+def test_expand(device: Device, rows: int, v: int, latent: int, splits: int) -> None:
+    """Rows of few and of all splits, and one of none, whose partial results are never read."""
+    heads = 3
+    rng = np.random.default_rng(rows)
+    partial, tops, masses = (rng.standard_normal(shape, np.float32) for shape in ((rows, heads, splits, latent), *2 * ((rows, heads, splits),)))
+    counts = rng.integers(1, 64 * splits + 1, rows).astype(np.int32)
+    counts[0] = 64 * splits
+    counts[-1] = 0
+    for row in range(rows):
+        partial[row, :, -(-counts[row] // 64) :] = np.nan
+    with Bench(device) as bench:
+        wv = put_matrix(bench, draw_experts(1, (heads, v, latent), Q8))
+
+        def product(some: slice) -> np.ndarray:
+            held = step_attention.Partials(bench.put(partial[some]), bench.put(tops[some]), bench.put(np.abs(masses[some]) + 1))
+            o = bench.poison(BF16, (len(partial[some]), heads, v))
+            step_attention.expand(bench.stream, held, bench.put(counts[some]), wv, o)
+            return bench.bits(o).reshape(o.shape[0], -1)
+
+        compare_with_single_rows(rows, product)
+        assert not product(slice(rows - 1, rows)).any()
