@@ -28,6 +28,7 @@ Progress = Callable[[int, int, str], None]
 Message = Mapping[str, str]
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 PASSES_A_PART = 8  # of prefill_chunk_rows, between two places where a question can be taken back
+TURN_SEEDS = "chat turn seeds"  # among the notes of a session: [row at which the turn begins, seed]
 MAIN = "main"  # the branch that a chat begins with
 
 
@@ -174,6 +175,13 @@ def _find_last(ids: list[int], part: list[int]) -> int:
     while at >= 0:
         found, at = at, _find(ids, part, at + 1)
     return found
+
+
+def _turn_seeds(notes: Mapping[str, Any]) -> dict[int, int]:
+    """The seed of each turn by the row at which it begins, as far as a file says."""
+    kept = notes.get(TURN_SEEDS)
+    pairs = [pair for pair in kept if isinstance(pair, list) and len(pair) == 2] if isinstance(kept, list) else []
+    return {start: seed for start, seed in pairs if type(start) is int and type(seed) is int and 0 <= seed < 2**64}
 
 
 @dataclass(frozen=True)
@@ -363,12 +371,10 @@ class Chat:
                 yield from split.push(chunk.text, chunk.token_ids)
             yield split.finish()
         finally:
-            shown = turn.reply + figures.tokens
-            if figures.replies and branch.rows > shown:  # a round of drafts gave more than its caller took
-                branch.session.truncate(shown)
             if figures.replies:
                 branch.turns.append(turn)
                 branch.systems, branch.own_head = waiting, own_head
+                branch.system = self._last_system()
             elif branch.rows > rows:
                 branch.session.truncate(rows)
             self.total.add(figures)
@@ -385,7 +391,15 @@ class Chat:
         del branch.turns[-exchanges:]
         branch.seed = gone[0].seed
         branch.systems = list(gone[0].systems) or branch.systems
+        branch.system = self._last_system()
         return gone
+
+    def _last_system(self) -> str | None:
+        """The last system message of the branch, sent or not."""
+        branch = self.branch
+        head = branch.tokens()[: branch.turns[0].start if branch.turns else None]
+        sent = [*self.form.head_systems(head), *(text for turn in branch.turns for text in turn.systems)]
+        return next(reversed([*sent, *branch.systems]), None)
 
     def clear(self) -> None:
         """A new conversation on this branch, with its last system message."""
@@ -438,8 +452,10 @@ class Chat:
         """The history to a file; its bytes. A system message not sent yet is no part of it. Raises SessionFileError, InputError for an empty one."""
         if not self.branch.rows:
             raise InputError("there is nothing to save yet")
-        self.branch.session.sampling = replace(self.params, seed=self.branch.seed)
-        return self.branch.session.save(path, progress)
+        session = self.branch.session
+        session.sampling = replace(self.params, seed=self.branch.seed)
+        session.notes = {**session.notes, TURN_SEEDS: [[turn.start, turn.seed] for turn in self.branch.turns]}
+        return session.save(path, progress)
 
     def load(self, path: Path, progress: Progress | None = None) -> None:
         """A file's history in place of this branch's, with its sampling but for what was given and the length of replies. Raises what
@@ -451,10 +467,9 @@ class Chat:
         self.branch = Branch(self.branch.name, session, self._seed())
         self.branches[self.branch.name] = self.branch
         tokens = self.branch.tokens()
-        self.branch.turns = self.form.turns(tokens, self.branch.seed)
-        if self.branch.turns:
-            systems = [*self.form.head_systems(tokens[: self.branch.turns[0].start]), *(text for turn in self.branch.turns for text in turn.systems)]
-            self.branch.system = systems[-1] if systems else None
+        seeds = {} if "seed" in self._given else _turn_seeds(session.notes)
+        self.branch.turns = [replace(turn, seed=seeds.get(turn.start, turn.seed)) for turn in self.form.turns(tokens, self.branch.seed)]
+        self.branch.system = self._last_system() if self.branch.turns else None
 
     def history_bytes(self) -> dict[str, int]:
         """Bytes of this branch's history by kind: rows, keys, and what else a session file would hold of it."""

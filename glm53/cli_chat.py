@@ -180,6 +180,7 @@ class Talk:
 
     def __init__(self, chat: Chat, screen: Screen, lines: Lines):
         self._chat, self._screen, self._lines, self._stop = chat, screen, lines, Stop()
+        self.exit_code = 0  # of the first line of a pipe that failed
 
     def run(self) -> None:
         """Until the end of the lines, or /bye. Raises KeyboardInterrupt for Ctrl-C at the prompt, DeviceLost."""
@@ -204,6 +205,8 @@ class Talk:
                     raise
                 except (Glm53Error, OSError) as error:
                     self._screen.error(error)
+                    if not self._lines.terminal:
+                        self.exit_code = self.exit_code or (error.exit_code if isinstance(error, Glm53Error) else 1)
 
     def _reply(self, begin: Callable[[], Generator[Piece, None, None]]) -> None:
         """Shows a reply while it is drawn. begin: appends the question."""
@@ -257,10 +260,13 @@ class Talk:
         self._chat.load(path, self._progress("restoring", "the chat is as it was"))
         self._loaded(path)
 
-    def begin(self, path: Path) -> None:
-        """Goes on with a file before the first question. Raises what the engine raises."""
+    def begin(self, path: Path, system: str | None) -> None:
+        """Goes on with a file before the first question, before which goes `system` unless it is the file's last one. Raises what the engine raises,
+        InputError if the template takes no system message there."""
         self._chat.load(path, self._screen.progress("restoring"))
         self._loaded(path)
+        if system and system != self._chat.branch.system:
+            self._chat.set_system(system)
 
     def _loaded(self, path: Path) -> None:
         branch = self._chat.branch
@@ -361,7 +367,10 @@ def _path(text: str, command: str) -> Path:
     if not text:
         raise InputError(f"{command}: no file was given; next: {command} FILE")
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return Path(text[1:-1] if quoted else text).expanduser()
+    try:
+        return Path(text[1:-1] if quoted else text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{command}: {text!r} begins with a home directory that cannot be found ({error}); next: write it out") from error
 
 
 def _word(text: str, command: str) -> str | None:
@@ -409,7 +418,7 @@ def _stats(chat: Chat) -> list[tuple[str, str]]:
     epilog="Example: glm53 chat models/glm53-demo --reasoning-effort low --load talk.glm53\n\n" + EXIT_CODES,
 )
 @model_argument
-@option("--system", group="Prompt", help="System message before the first question.")
+@option("--system", group="Prompt", help="System message before the first question, with --load before the next one.")
 @reasoning_effort_option("How much the model thinks.")
 @option("--load", "load_from", group="Prompt", type=click.Path(path_type=Path), help="Go on with the history of this session file.")
 @sampling_options(max_tokens="none: until the reply or the context ends", seed="that of the file, else a fresh one", logprobs=False)
@@ -442,5 +451,6 @@ def chat(context: click.Context, model: Path, **options: Any) -> None:
         talk = Talk(Chat(engine, form, sampling, system), screen, Lines())
         screen.note(f"{model}, {engine.context_rows_max} rows of context, {engine.device.runtime.name}; /help lists the commands")
         if load_from is not None:
-            talk.begin(load_from)
+            talk.begin(load_from, system)
         talk.run()
+    context.exit(talk.exit_code)

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from glm53.config import EngineConfig
-from glm53.errors import InputError, short_bytes
+from glm53.errors import InputError, SessionFileError, short_bytes
 from glm53.options import (
     EXIT_CODES,
     Argument,
@@ -188,6 +188,11 @@ def take_formats(context: click.Context, file: Path, settings: dict[str, Any]) -
     with SessionFile(file) as opened:
         opened.check_complete()
         header = opened.header
+    limit = settings["context_rows_max"]
+    if limit and header.rows > limit:
+        raise SessionFileError(
+            f"{file} has {header.rows} rows, wanted at most {limit} (--context-rows-max); next: --context-rows-max {header.rows + 1024}"
+        )
     for name, value in (("dtype", header.dtype), ("weights", header.weight_format), ("kv_format", header.row_format)):
         if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             settings[name] = value

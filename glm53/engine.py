@@ -324,6 +324,7 @@ class Engine:
                 if held is None:
                     session._life.rest(session.rows)
                 session.sampling, session._pending = persist.sampling_of(file), list(file.header.pending)
+                session._prompt_rows, session.notes = file.header.prompt_rows, file.header.notes
             except BaseException:
                 session.close()
                 raise

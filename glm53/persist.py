@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -64,10 +64,22 @@ class Format:
             *hidden,
         )
 
-    def header(self, rows: int, params: SamplingParams | None, pending: tuple[int, ...]) -> Header:
-        sampling = None if params is None else asdict(params)
+    def header(
+        self, rows: int, params: SamplingParams | None, pending: tuple[int, ...], prompt_rows: int = 0, notes: Mapping[str, Any] | None = None
+    ) -> Header:
+        """See `Header`. params: sampling."""
         return Header(
-            self.model, self.weights, self.weight_format, self.dtype, self.row_format.value, rows, self.sections(rows, self.mtp), sampling, pending
+            model=self.model,
+            weights=self.weights,
+            weight_format=self.weight_format,
+            dtype=self.dtype,
+            row_format=self.row_format.value,
+            rows=rows,
+            sections=self.sections(rows, self.mtp),
+            sampling=None if params is None else asdict(params),
+            pending=pending,
+            prompt_rows=prompt_rows,
+            notes=notes or {},
         )
 
     def check(self, path: Path, header: Header, context_rows_max: int) -> None:
@@ -89,6 +101,8 @@ class Format:
                 self._refuse(path, f"its {name} are {theirs}", ours, f"{option} {theirs} (--{option.replace('_', '-')} {theirs})")
         if header.rows > context_rows_max:
             self._refuse(path, f"it has {header.rows} rows", f"at most {context_rows_max}", f"context_rows_max above {header.rows}")
+        if any(token >= self.spec.vocab_size for token in header.pending):
+            self._refuse(path, f"its last token is {header.pending[0]}", f"one below {self.spec.vocab_size}", "the model that it was saved with")
         wanted = self.sections(header.rows, header.section("mtp.hidden") is not None)
         if header.sections != wanted:
             self._refuse(path, f"its sections are {header.sections}", str(wanted), "the model that it was saved with")
@@ -130,10 +144,12 @@ def save_session(
     header: Header,
     slot: int | Parked,
     tokens: Sequence[int],
+    hidden: np.ndarray | None,
     path: str | Path,
     progress: Progress | None,
 ) -> int:
-    """Writes the first `header.rows` rows of a session, which are settled, with their `tokens`; bytes of the file.
+    """Writes the first `header.rows` rows of a session, which are settled, with their `tokens` and the MTP layer's state behind the last of them
+    (`Stage.hidden_state`); bytes of the file.
 
     `turn` is held for a piece at a time, so that other sessions go on; this one may be appended to, not truncated or closed.
     """
@@ -142,6 +158,9 @@ def save_session(
     def read(section: Section, first: int, target: np.ndarray) -> None:
         if section.name == "tokens":
             target[:] = ids[:, first : first + target.shape[1]]
+            return
+        if section.name == "mtp.hidden":
+            target[:] = 0 if hidden is None else hidden.view(np.uint8).reshape(target.shape)
             return
         with turn:
             check_open()

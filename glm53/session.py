@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -67,8 +68,8 @@ class Session:
     Prompt rows and step rows are of different classes (docs/decisions/0001-two-row-classes.md): two sessions that made the same calls have the
     same bits.
 
-    sampling: parameters of the last call of `stream`, with the seed that it drew from; saved and restored with the history. None at first. States:
-    glm53/sched/sessions.py; a parked session is resumed by the next call that needs it.
+    sampling: parameters of the last call of `stream`, with the seed that it drew from; saved and restored with the history. None at first. notes: a
+    JSON object of the caller's, likewise. States: glm53/sched/sessions.py; a parked session is resumed by the next call that needs it.
     """
 
     def __init__(self, engine: SessionEngine, slot: int | None = None, parked: Parked | None = None):
@@ -79,11 +80,15 @@ class Session:
         self._life = Life()
         self._parked: Parked | None = parked
         self._tokens: list[int] = []
-        self._pending: list[int] = []  # the token that `stream` drew last, until it has a row
+        self._pending: list[int] = []  # the token that `stream` gave last, until it has a row
+        self._ahead: deque[Drawn] = deque()  # tokens that a round drew and `stream` has not given; their rows are behind those of `_tokens`
+        self._fed: list[int] = []  # tokens of the row or rows before the first of them
+        self._marked: Request | None = None  # whose repetition penalty the marks of the slot are
         self._saves = 0  # under way
         self._policy = DepthPolicy(engine.config.drafts_max) if engine.config.mtp == "auto" else None
         self._timed_depth = -1  # drafts of the round before
         self.sampling: SamplingParams | None = None
+        self.notes: Mapping[str, Any] = {}
         self.owner = ""  # requests of the same owner may begin with its rows
         self.lent = False  # to a request that continues it
         self.changes = 0  # of its rows
@@ -107,7 +112,9 @@ class Session:
 
     @property
     def rows(self) -> int:
-        """Rows of the history: tokens computed so far."""
+        """Rows of the history: tokens computed so far, those that `stream` has given and their prompts."""
+        if self._ahead:
+            return len(self._tokens)
         return self._parked.rows if self._parked is not None else self._engine.stage.rows(self.slot)
 
     @contextmanager
@@ -120,6 +127,7 @@ class Session:
                 self._resume()
             self._life.go(state, call)
             try:
+                self._drop_ahead()
                 yield self.slot
             except DeviceLost:
                 self._life.state = SessionState.FAILED
@@ -127,6 +135,14 @@ class Session:
             finally:
                 if self._life.state is state:
                     self._life.rest(self.rows)
+
+    def _drop_ahead(self) -> None:
+        """The history has the tokens that the caller of `stream` has seen and no others, whatever a round drew beyond them."""
+        if self._ahead:
+            self._ahead.clear()
+            self._marked = None
+            self._engine.decoder.settle()
+            self._engine.stage.truncate(self.slot, len(self._tokens))
 
     def settle(self) -> None:
         """Waits until every row is in its permanent place: host RAM with the host tier."""
@@ -159,6 +175,7 @@ class Session:
         made._tokens, made.sampling = self._tokens[:kept], self.sampling
         made._prompt_rows = min(self._prompt_rows, kept)
         made._pending = self._pending.copy() if kept == self.rows else []
+        made.notes = self.notes
         return self._engine._held(made)
 
     def park(self) -> None:
@@ -172,18 +189,21 @@ class Session:
             self._refuse_while_saved("park")
             self._life.check(SessionState.PARKED, "park")
             slot = self.slot
+            self._drop_ahead()
             engine.decoder.settle()
             parked = engine.stage.park(slot)
             self._life.go(SessionState.PARKED, "park")
             self._slot, self._parked = None, parked
 
     def resume(self) -> None:
-        """Undoes `park`; nothing to do for a session that is not parked. Raises InputError when all sessions are in use, DeviceMemoryError, HipError,
-        with the session still parked."""
+        """Undoes `park`; nothing to do for an open session that is not parked. Raises InputError when all sessions are in use, DeviceMemoryError,
+        HipError, with the session still parked; LifetimeError after `close`."""
         with self._engine._turn:
             self._engine._check_open()
             if self._parked is not None:
                 self._resume()
+            elif self._life.state in (SessionState.CLOSED, SessionState.FAILED):
+                self._life.check(SessionState.READY, "resume")
 
     # A request that continues it
 
@@ -200,6 +220,7 @@ class Session:
                 raise InUse(f"the session is {self.state.value}; next: wait for it, or fork it")
             if self._parked is not None:
                 self._resume()
+            self._drop_ahead()
             kept = common_rows(self._tokens, prompt[:-1])
             if kept < self.rows:
                 self.truncate(kept)
@@ -228,7 +249,7 @@ class Session:
     def _resume(self) -> None:
         assert self._parked is not None
         self._slot = self._engine.stage.resume(self._parked)
-        rows, self._parked = self._parked.rows, None
+        rows, self._parked, self._marked = self._parked.rows, None, None
         self._life.rest(rows)
 
     @property
@@ -243,7 +264,7 @@ class Session:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """The token that `stream` drew last, as long as it has no row."""
+        """The token that `stream` gave last, as long as it has no row."""
         return tuple(self._pending)
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
@@ -293,54 +314,66 @@ class Session:
         """Appends a prompt (text or token ids) and continues it token by token, as `Engine.stream` does.
 
         An empty prompt goes on from the token drawn last, as if that call had not ended: with its seed the tokens are those of one longer call. The
-        token drawn last gets its row with whatever follows it. params: None takes those of the last call, else `Engine.default_params()`. Rows that
-        were appended stay if the iterator is closed early. Raises InputError before anything runs.
+        token drawn last gets its row with whatever follows it. params: None takes those of the last call, else `Engine.default_params()`. However it
+        ends, the history has the tokens that the iterator gave and no others, with drafts and without. Calls that do not change the history may come
+        between two tokens. Raises InputError before anything runs; the iterator LifetimeError where another call has changed the history.
         """
         engine = self._engine
         engine._check_open()
         ids = engine.encode(prompt) if isinstance(prompt, str) and prompt else integers(prompt or ())
         if params is None:
             params = self.sampling or engine.default_params()
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"params: got {type(params).__name__}, wanted SamplingParams")
         if not ids and not self._pending:
             raise InputError("stream: nothing to go on from: the prompt is empty and no token was drawn before; next: give a prompt")
         engine._check_ids([*self._pending, *ids], self.rows)
         request = engine._request(0, [*self._tokens, *self._pending, *ids], params)
         self.sampling = replace(params, seed=request.seed)
-        return self._continue(request, ids)
+        return self._continue(request, ids, self.changes)
 
-    def _continue(self, request: Request, ids: list[int]) -> Iterator[Chunk]:
-        rows = self.rows
+    def _continue(self, request: Request, ids: list[int], changes: int) -> Iterator[Chunk]:
+        """A token at a time: what a round drew behind it becomes part of the history when it is given, and is drawn again if a call comes between."""
         while request.finish_reason is None:
-            with self._at_work(SessionState.PREFILLING if ids else SessionState.DECODING, "stream"):
-                if self.rows != rows:
-                    raise LifetimeError(f"stream: the session has {self.rows} rows, {rows} when the last token was drawn; next: call stream again")
-                chunks = self._draw(request, ids)
-                ids, rows = [], self.rows
-            yield from chunks
+            with self._engine._turn:
+                chunk = self._next_chunk(request, ids, changes)
+            changes, ids = self.changes, []
+            yield chunk
 
-    def _draw(self, request: Request, ids: list[int]) -> list[Chunk]:
-        """Appends the token drawn last, `ids` if there are any, and draws: one token, or with drafts as many as stand."""
+    def _next_chunk(self, request: Request, ids: list[int], changes: int) -> Chunk:
+        self._engine._check_open()
+        if self.changes != changes and self._life.state not in (SessionState.CLOSED, SessionState.FAILED):
+            raise LifetimeError(f"stream: another call has changed the history, which has {self.rows} rows now; next: call stream again")
+        if self._ahead and self._marked is request:
+            return self._give(request)
+        with self._at_work(SessionState.PREFILLING if ids else SessionState.DECODING, "stream"):
+            self._draw(request, ids)
+            return self._give(request, prompt=bool(ids))
+
+    def _draw(self, request: Request, ids: list[int]) -> None:
+        """Appends the token given last, `ids` if there are any, and draws: one token, or with drafts as many as stand."""
         engine, fed = self._engine, [*self._pending, *ids]
         request.slot = self.slot
         with engine.stage.all_or_nothing(request.slot):
-            if not request.tokens:
+            if self._marked is not request:
+                engine.decoder.settle()  # what comes next follows this request's settings
                 engine._mark_prompt(request)
+                self._marked = request
             if ids:
                 engine._prefill(request.slot, fed)
                 drawn = [engine._draw_first(request)]
             else:
                 drawn = self._round(StepRow(request.draw_row(), fed[0]))
-        chunks: list[Chunk] = []
-        for one in drawn:  # the row of each is that of the token before it
-            self._appended(fed, prompt=bool(ids))
-            chunks.append(request.accept(one, engine.spec.eos_token_ids, engine.context_rows_max))
-            self._pending = fed = list(chunks[-1].token_ids)
-            if request.finish_reason is not None:
-                break
-        if len(self._tokens) < self.rows:  # drafts that stood behind the end
-            engine.decoder.settle()
-            engine.stage.truncate(request.slot, len(self._tokens))
-        return chunks
+        self._ahead.extend(drawn)
+        self._fed = fed
+
+    def _give(self, request: Request, prompt: bool = False) -> Chunk:
+        """The first token that was drawn and not given yet: its history has the row of the token before it now."""
+        engine, drawn = self._engine, self._ahead.popleft()
+        self._appended(self._fed, prompt)
+        chunk = request.accept(drawn, engine.spec.eos_token_ids, engine.context_rows_max)
+        self._pending = self._fed = list(chunk.token_ids)
+        return chunk
 
     def _round(self, row: StepRow) -> list[Drawn]:
         """One step, with as many drafts as paid in this session so far."""
@@ -397,23 +430,23 @@ class Session:
             else:
                 with self._at_work(SessionState.SETTLING, "save") as source:
                     engine.stage.settle(source)
-            tokens, pending = self._tokens.copy(), tuple(self._pending)
+            header, tokens, hidden = self._header(), self._tokens.copy(), engine.stage.hidden_state(source)
             self._saves += 1
         try:
-            header = self._header(len(tokens), pending)
-            return persist.save_session(engine.stage, engine._turn, engine._check_open, header, source, tokens, path, progress)
+            return persist.save_session(engine.stage, engine._turn, engine._check_open, header, source, tokens, hidden, path, progress)
         finally:
             with engine._turn:
                 self._saves -= 1
 
     def file_bytes(self) -> int:
         """Bytes of the file that `save` would write now."""
-        header = self._header(len(self._tokens), tuple(self._pending))
+        header = self._header()
         return header.file_bytes(len(header.encode()))
 
-    def _header(self, rows: int, pending: tuple[int, ...]) -> Header:
+    def _header(self) -> Header:
         engine = self._engine
-        return persist.Format(engine.config, engine.spec, engine.fingerprint, engine.stage).header(rows, self.sampling, pending)
+        form = persist.Format(engine.config, engine.spec, engine.fingerprint, engine.stage)
+        return form.header(len(self._tokens), self.sampling, tuple(self._pending), self._prompt_rows, self.notes)
 
     def _refuse_while_saved(self, call: str) -> None:
         if self._saves:
@@ -425,6 +458,7 @@ class Session:
         if self.lent:
             raise LifetimeError("close: the session is a request's; next: end the request first")
         slot, parked, self._slot, self._parked = self._slot, self._parked, None, None
+        self._ahead.clear()
         self._life.state = SessionState.CLOSED
         if self._engine.device.closed:
             return

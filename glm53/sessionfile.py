@@ -11,8 +11,10 @@ so that every byte of the file is. The place of every piece follows from the hea
 split over devices or cuts its extents, and the same session gives the same bytes.
 
 Pieces go to and from the disk past the system's page cache where the file system can do that (O_DIRECT): through the cache a copy is slower than a
-disk, and a long history would drive everything else out. Writing goes to `NAME.partial` in the same directory, which becomes NAME when it is complete
-and on the disk; a process that is killed leaves the old file or the new one, and maybe a partial file, which the next save of that name takes over.
+disk, and a long history would drive everything else out. Writing goes to `.NAME.partial` in the same directory, which becomes NAME when it is
+complete and on the disk; a process that is killed leaves the old file or the new one, and maybe a partial file, which the next save of that name
+takes over: it knows partial files by their first bytes, zeros until all others are on the disk, and leaves any other file of such a name alone. A
+new file is its owner's alone to read; one that is replaced keeps its mode.
 CRC-32: that of zlib, which is fast and lets other threads run. It finds damage, not forgery.
 """
 
@@ -20,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import mmap
@@ -31,7 +32,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -39,6 +40,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from glm53.errors import SessionFileError, human_bytes
+from glm53.partialfile import PartialFile, check_room, keep_mode, kind_of, partial_of, refuse_foreign, remedy, reserve, sync_directory, target_of
 
 MAGIC, END_MAGIC = b"\x89GLM53S\n", b"\x89GLM53E\n"
 VERSION = 1
@@ -121,7 +123,9 @@ class Header:
     rows: int
     sections: tuple[Section, ...]
     sampling: Any = None  # a JSON value of whoever draws the tokens
-    pending: tuple[int, ...] = ()  # tokens drawn behind the last row that have no row yet
+    pending: tuple[int, ...] = ()  # the token drawn behind the last row, which has no row yet
+    prompt_rows: int = 0  # the first rows that were all computed as prompt rows; files that do not say have none
+    notes: Mapping[str, Any] = field(default_factory=dict)  # a JSON object of whoever drives the session
 
     def section(self, name: str) -> Section | None:
         return next((section for section in self.sections if section.name == name), None)
@@ -149,10 +153,29 @@ class Header:
         if len(set(names)) != len(names):
             raise ValueError(f"sections {names}, wanted each once")
         value["pending"] = tuple(value["pending"])
-        whole = all(type(number) is int and number >= 0 for number in (value["rows"], *value["pending"]))
-        if not whole or not isinstance(value["model"], dict):
-            raise ValueError("model, rows or pending are of the wrong kind")
-        return cls(**value)
+        header = cls(**value)
+        header._check_kinds()
+        return header
+
+    def _check_kinds(self) -> None:
+        """Raises ValueError naming the field that no session has."""
+        whole = lambda number: type(number) is int and 0 <= number < 1 << 40
+        text = lambda one: isinstance(one, str)
+        for name, good in (
+            ("model", isinstance(self.model, dict)),
+            ("weights", self.weights is None or text(self.weights)),
+            ("weight_format", text(self.weight_format)),
+            ("dtype", text(self.dtype)),
+            ("row_format", text(self.row_format)),
+            ("rows", whole(self.rows)),
+            ("sampling", self.sampling is None or isinstance(self.sampling, dict)),
+            ("pending", len(self.pending) <= 1 and all(map(whole, self.pending))),
+            ("prompt_rows", whole(self.prompt_rows) and whole(self.rows) and self.prompt_rows <= self.rows),
+            ("notes", isinstance(self.notes, dict)),
+        ):
+            if not good:
+                value = repr(getattr(self, name))
+                raise ValueError(f"{name} is {value if len(value) <= 60 else value[:57] + '...'}")
 
     def file_bytes(self, header_bytes: int) -> int:
         """Bytes of a whole file whose header has `header_bytes`."""
@@ -215,139 +238,43 @@ def save(
     buffers: as `host_buffers` of `header.piece_bytes`. If anything raises, an older file of that name is as it was and no partial file stays.
     Raises SessionFileError for what the file system refuses, and what `read` raises.
     """
-    target = Path(os.path.realpath(path))
+    target = target_of(path)
     text = header.encode()
     buffers = host_buffers(header.piece_bytes) if buffers is None else buffers
     try:
-        with _Partial(target) as fd:
+        with PartialFile(target, MAGIC) as (partial, fd):
             total = header.file_bytes(len(text))
-            _check_room(target, fd, total)
-            _reserve(fd, total)
-            prefix = _PREFIX.pack(MAGIC, VERSION, len(text), zlib.crc32(text), 0)[:-4]
-            _write(fd, prefix + zlib.crc32(prefix).to_bytes(4, "little") + text, 0)
+            check_room(target, fd, total)
+            reserve(fd, total)
+            _write(fd, text, _PREFIX.size)
             table = header.contents(len(text))
-            with _direct(_partial_of(target), os.O_WRONLY) as direct:
+            with _direct(partial, os.O_WRONLY) as direct:
                 behind = None if direct is not None else _WriteBehind(fd)
                 _write_pieces(fd if direct is None else direct, header, table, read, progress, buffers, behind)
             contents, at = table.tobytes(), total - _TRAILER.size - table.nbytes
             trailer = _TRAILER.pack(END_MAGIC, at, len(table), zlib.crc32(contents), total, zlib.crc32(text), VERSION, 0)[:-4]
             _write(fd, contents + trailer + zlib.crc32(trailer).to_bytes(4, "little"), at)
             os.fsync(fd)
-            os.replace(_partial_of(target), target)
-            _sync_directory(target.parent)
+            prefix = _PREFIX.pack(MAGIC, VERSION, len(text), zlib.crc32(text), 0)[:-4]
+            _write(fd, prefix + zlib.crc32(prefix).to_bytes(4, "little"), 0)
+            keep_mode(target, fd)
+            os.fsync(fd)
+            os.replace(partial, target)
+            sync_directory(target.parent)
     except OSError as error:
-        raise SessionFileError(f"{target} cannot be saved: {error.strerror or error}; {_remedy(error)}") from error
+        raise SessionFileError(f"{target} cannot be saved: {error.strerror or error}; {remedy(error)}") from error
     return total
 
 
 def check_target(path: str | Path) -> None:
     """Raises SessionFileError where `save` would refuse this name at once, so that nothing is computed for it first."""
-    target = Path(os.path.realpath(path))
-    if not target.is_dir() and not os.access(target.parent, os.W_OK | os.X_OK):
+    target = target_of(path)
+    refuse_foreign(target, MAGIC)
+    if not os.access(target.parent, os.W_OK | os.X_OK):
         raise SessionFileError(
             f"{target} cannot be saved: {target.parent} cannot be written to; next: choose a file in a directory that exists and can be written to"
         )
-    for name in (target, _partial_of(target)):
-        _refuse_foreign(name)
-
-
-def _refuse_foreign(path: Path) -> None:
-    """Raises SessionFileError if a save would destroy what is no session file: a device, a pipe, somebody's text."""
-    try:
-        kind = path.stat().st_mode
-        if not stat.S_ISREG(kind):
-            raise SessionFileError(f"{path} cannot be saved: it is {_kind(kind)}, wanted the name of a file; next: choose another name")
-        with path.open("rb") as file:
-            head = file.read(len(MAGIC))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise SessionFileError(f"{path} cannot be saved: {error.strerror or error}; {_remedy(error)}") from error
-    if head not in (MAGIC[: len(head)], bytes(len(head))):  # zeros: a save that was killed before it wrote its header
-        raise SessionFileError(
-            f"{path} cannot be saved: a file of that name is no session file (it begins with {head!r}) and would be lost; "
-            "next: choose another name, or remove it"
-        )
-
-
-def _kind(mode: int) -> str:
-    return "a directory" if stat.S_ISDIR(mode) else "no regular file"
-
-
-def _remedy(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "an older file of that name is as it was; next: free space on that disk, or save elsewhere"
-    return "next: choose a file in a directory that exists and can be written to"
-
-
-def _partial_of(target: Path) -> Path:
-    return target.with_name(target.name + ".partial")
-
-
-class _Partial:
-    """The partial file of a target, empty and ours alone; removed at the end unless it has become the target."""
-
-    def __init__(self, target: Path):
-        self.target, self.path, self._fd = target, _partial_of(target), -1
-
-    def __enter__(self) -> int:
-        for name in (self.target, self.path):
-            _refuse_foreign(name)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        if not self._locked():
-            os.close(self._fd)
-            raise SessionFileError(f"{self.target} is being saved by somebody else; next: wait for that, or choose another file")
-        try:
-            os.ftruncate(self._fd, 0)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self._fd
-
-    def _locked(self) -> bool:
-        """Takes the file's lock unless somebody has it; a process that ends lets it go. File systems without locks go without."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                os.close(self._fd)
-                raise
-        return self._named()  # between open and lock it may have become somebody's target
-
-    def _named(self) -> bool:
-        """Whether the name of the partial file still means the one that is open."""
-        with contextlib.suppress(FileNotFoundError):
-            held, named = os.fstat(self._fd), os.stat(self.path)
-            return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
-        return False
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if self._named():  # else it is the target now, and another save may have begun
-                os.unlink(self.path)
-        finally:
-            os.close(self._fd)
-
-
-def _check_room(target: Path, fd: int, total: int) -> None:
-    status = os.fstatvfs(fd)
-    free = status.f_bavail * status.f_frsize
-    if total > free:
-        raise SessionFileError(
-            f"{target} cannot be saved: the session has {human_bytes(total)}, its disk {human_bytes(free)} free; "
-            "next: free space there, or save elsewhere"
-        )
-
-
-def _reserve(fd: int, total: int) -> None:
-    """Takes the space, in one stretch where the disk has one, so that nobody else can; file systems that cannot do that give it as it is written."""
-    try:
-        os.posix_fallocate(fd, 0, total)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
+    partial_of(target)
 
 
 def _write(fd: int, data: Any, offset: int) -> None:
@@ -369,14 +296,6 @@ def _direct(path: Path, flags: int) -> Iterator[int | None]:
         return
     try:
         yield fd
-    finally:
-        os.close(fd)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -472,15 +391,17 @@ class SessionFile:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
         try:
+            self.path = Path(path)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe that nobody writes to answers at once
         except OSError as error:
             raise SessionFileError(f"{self.path} cannot be read: {error.strerror}; next: glm53 session save makes session files") from error
+        except (ValueError, TypeError) as error:
+            raise SessionFileError(f"{path!r} cannot be read: {error}; next: choose the name of a file") from error
         try:
             found = os.fstat(self._fd)
             if not stat.S_ISREG(found.st_mode):
-                self._refuse("cannot be read", f"it is {_kind(found.st_mode)}", "choose a session file; glm53 session save makes them")
+                self._refuse("cannot be read", f"it is {kind_of(found.st_mode)}", "choose a session file; glm53 session save makes them")
             self.size = found.st_size
             self.header, self._header_bytes, self._header_crc = self._read_header()
         except OSError as error:

@@ -73,7 +73,9 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InputError(f"the text is not valid Unicode: lone surrogate at character {error.start}, which UTF-8 cannot hold") from None
+            raise InputError(
+                f"the text is not valid Unicode: lone surrogate at character {error.start}, which UTF-8 cannot hold; next: leave it out"
+            ) from None
         return (self._parsing if parse_special else self._plain).encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int) -> bytes:

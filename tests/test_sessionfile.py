@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm53 import sessionfile
+from glm53 import partialfile, sessionfile
 from glm53.errors import SessionFileError
 from glm53.sessionfile import Header, Section, SessionFile, check_target, read_header, save, weights_fingerprint
 
@@ -217,17 +217,11 @@ def test_places_that_are_no_files(tmp_path: Path) -> None:
     check_target(tmp_path / "s")
 
 
-@pytest.mark.parametrize("name", ["s", "s.partial"])
 @pytest.mark.parametrize("kind", ["text", "pipe", "device"])
-def test_what_is_no_session_file_stays(name: str, kind: str, tmp_path: Path) -> None:
+def test_what_is_no_session_file_stays(kind: str, tmp_path: Path) -> None:
     """A save neither replaces nor takes over what it did not write; reading a pipe is refused at once."""
-    path, of = tmp_path / name, header(64)
-    if kind == "text":
-        path.write_text("my notes")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/null")
+    path, of = tmp_path / "s", header(64)
+    make_foreign(path, kind)
     before = os.lstat(path)
     for refused in (lambda: save(tmp_path / "s", of, reader(of)), lambda: check_target(tmp_path / "s")):
         with pytest.raises(
@@ -240,12 +234,90 @@ def test_what_is_no_session_file_stays(name: str, kind: str, tmp_path: Path) -> 
         SessionFile(path),
     ):
         pass
-    for head in (b"", bytes(64), b"\x89GLM53S\nrest"):  # made for us, or left by a save that was killed
+    for head in (b"", bytes(64), b"\x89GLM53S\nrest"):  # made for us, or a session
         path.unlink()
         path.write_bytes(head)
-        assert save(tmp_path / "s", of, reader(of)) == (tmp_path / "s").stat().st_size
-        path.unlink(missing_ok=True)
-        path.touch()
+        assert save(path, of, reader(of)) == path.stat().st_size
+
+
+def make_foreign(path: Path, kind: str) -> None:
+    if kind == "text":
+        path.write_text("my notes")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "session":
+        save(path, header(3), reader(header(3), 5))
+    else:
+        path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize("kind", ["text", "pipe", "device", "session"])
+def test_a_save_writes_past_files_that_have_its_partial_name(kind: str, tmp_path: Path) -> None:
+    """Whatever somebody keeps under the name of a partial file stays as it was, also after a save that was killed."""
+    of, partial = header(64), tmp_path / ".s.partial"
+    make_foreign(partial, kind)
+    make_foreign(tmp_path / "s.partial", "session")
+    before = os.lstat(partial)
+    (tmp_path / ".s.partial-1").write_bytes(bytes(5000))  # left by a save that was killed
+    check_target(tmp_path / "s")
+    save(tmp_path / "s", of, reader(of))
+    assert_holds(tmp_path / "s", of)
+    assert (os.lstat(partial).st_ino, os.lstat(partial).st_size) == (before.st_ino, before.st_size)
+    assert_holds(tmp_path / "s.partial", header(3), 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".s.partial", "s", "s.partial"]
+
+
+def test_modes(tmp_path: Path) -> None:
+    """A conversation is its owner's: a new file is nobody else's to read, one that is replaced keeps its mode."""
+    path, of, before = tmp_path / "s", header(64), os.umask(0)
+    try:
+        save(path, of, reader(of))
+        assert path.stat().st_mode & 0o777 == 0o600
+        for mode in (0o644, 0o400, 0o660):
+            path.chmod(mode)
+            save(path, of, reader(of))
+            assert path.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("path", ["/", "", "nul\0x", "n" * 250, "n" * 300])
+def test_names_that_no_file_can_have(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = header(1)
+    monkeypatch.chdir(tmp_path)
+    for refused in (lambda: save(path, of, reader(of)), lambda: check_target(path)):
+        with pytest.raises(SessionFileError, match=r"cannot be saved: .*; next: "):
+            refused()
+    with pytest.raises(SessionFileError, match="; next: "):
+        SessionFile(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": [1]}, {"sampling": "x"}, {"weights": 5}, {"dtype": 4}, {"weight_format": None}, {"row_format": []}, {"rows": 10**30},
+        {"pending": [1, 2]}, {"pending": ["1"]}, {"pending": 3}, {"prompt_rows": -1}, {"prompt_rows": 1 << 30}, {"notes": []}, {"notes": None},
+        {"model": []}, {"more": 1}, {"sections": 3}, {"sections": [3]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_headers_of_odd_content(change: dict[str, Any], tmp_path: Path) -> None:
+    """Sealed right, so that only what it says is wrong."""
+    path = tmp_path / "s"
+    text = json.dumps(json.loads(header().encode()) | change).encode()
+    path.write_bytes(sealed(text))
+    with pytest.raises(SessionFileError, match=r"has a header that cannot be used: .*; next: use the glm53 that wrote it"):
+        SessionFile(path)
+
+
+def test_files_without_the_later_fields(tmp_path: Path) -> None:
+    """Written before prompt rows and notes were kept: they have none."""
+    value = json.loads(header().encode())
+    del value["prompt_rows"], value["notes"]
+    (tmp_path / "s").write_bytes(sealed(json.dumps(value).encode()))
+    with SessionFile(tmp_path / "s") as file:
+        assert file.header == header() and file.header.prompt_rows == 0 and file.header.notes == {}
 
 
 class FakeOs:
@@ -258,8 +330,13 @@ class FakeOs:
         return getattr(os, name)
 
 
+def patch_os(monkeypatch: pytest.MonkeyPatch, fake: FakeOs) -> None:
+    for module in (sessionfile, partialfile):
+        monkeypatch.setattr(module, "os", fake)
+
+
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "fsync", "replace", "ftruncate"])
-@pytest.mark.parametrize("nth", [1, 2, 4])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_a_disk_that_refuses(call: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No space, or an error of the disk, at the n-th call: the old file stays as it was, and no partial one."""
     path, old, of = tmp_path / "s.glm53", header(64), header()
@@ -273,7 +350,7 @@ def test_a_disk_that_refuses(call: str, nth: int, tmp_path: Path, monkeypatch: p
             raise OSError(errno.ENOSPC if call == "pwrite" else errno.EIO, os.strerror(errno.ENOSPC if call == "pwrite" else errno.EIO))
         return getattr(os, call)(*arguments)
 
-    monkeypatch.setattr(sessionfile, "os", FakeOs(**{call: refuse}))
+    patch_os(monkeypatch, FakeOs(**{call: refuse}))
     monkeypatch.setattr(sessionfile, "SYNC_BYTES", 1 << 20)
     failed = False
     try:
@@ -283,7 +360,7 @@ def test_a_disk_that_refuses(call: str, nth: int, tmp_path: Path, monkeypatch: p
         assert "cannot be saved" in str(error) and ("No space left" in str(error)) is (call == "pwrite"), error
     monkeypatch.undo()
     assert failed is (calls >= nth), f"{call}: {calls} calls"
-    renamed = not failed or (call, nth) == ("fsync", 2)  # the second one is that of the directory
+    renamed = not failed or (call, nth) == ("fsync", 3)  # the third one is that of the directory
     assert_holds(path, of if renamed else old, 0 if renamed else 1)
     assert os.listdir(tmp_path) == ["s.glm53"]
 
@@ -299,15 +376,15 @@ def test_order_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
         return run
 
-    monkeypatch.setattr(sessionfile, "os", FakeOs(**{call: noted(call) for call in ("pwrite", "fsync", "replace", "unlink")}))
+    patch_os(monkeypatch, FakeOs(**{call: noted(call) for call in ("pwrite", "fsync", "replace", "unlink")}))
     of = header()
     save(tmp_path / "s", of, reader(of))
-    assert made[-3:] == ["fsync", "replace", "fsync directory"] and set(made[:-3]) == {"pwrite"}
+    assert made[-5:] == ["fsync", "pwrite", "fsync", "replace", "fsync directory"] and set(made[:-5]) == {"pwrite"}
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, of = tmp_path / "s.glm53", header(700)
-    monkeypatch.setattr(sessionfile, "os", FakeOs(pwrite=lambda fd, data, at: os.pwrite(fd, data[: (len(data) // 2) & -4096 or len(data)], at)))
+    patch_os(monkeypatch, FakeOs(pwrite=lambda fd, data, at: os.pwrite(fd, data[: (len(data) // 2) & -4096 or len(data)], at)))
     save(path, of, reader(of))
     monkeypatch.undo()
     assert_holds(path, of)
@@ -316,7 +393,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_too_little_space_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = header()
     full = lambda fd: os.statvfs_result((4096, 4096, 100, 10, 10, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(sessionfile, "os", FakeOs(fstatvfs=full))
+    patch_os(monkeypatch, FakeOs(fstatvfs=full))
     with pytest.raises(SessionFileError, match=r"the session has \d+ B .* its disk 40960 B"):
         save(tmp_path / "s", of, lambda *_: pytest.fail("rows were read"))
     assert not list(tmp_path.iterdir())
@@ -356,7 +433,7 @@ def test_two_saves_of_one_name(tmp_path: Path) -> None:
         assert inside.wait(30)
         with pytest.raises(SessionFileError, match="is being saved by somebody else"):
             save(real, of, reader(of))
-        assert partials(tmp_path) == ["real.partial"]
+        assert partials(tmp_path) == [".real.partial"]
     finally:
         go.set()
         thread.join()
@@ -375,10 +452,12 @@ STAGES = [
     ("pwrite", 6, "before"),
     ("fsync", 1, "before"),  # everything is written
     ("fsync", 1, "after"),
+    ("fsync", 2, "before"),  # the first bytes say what it is
+    ("fsync", 2, "after"),
     ("replace", 1, "before"),
     ("replace", 1, "after"),  # the new file is in place
-    ("fsync", 2, "before"),
-    ("fsync", 2, "after"),
+    ("fsync", 3, "before"),
+    ("fsync", 3, "after"),
 ]
 # A process without threads that forks one for each stage, kills it there, and says which it did not find at its place.
 CHILD = """
@@ -404,7 +483,7 @@ for number, (call, nth, when) in enumerate(t.STAGES):
             if (mine, when) == (nth, "after"):
                 stop()
             return result
-        t.sessionfile.os = t.FakeOs(**{{call: wrapped}})
+        t.sessionfile.os = t.partialfile.os = t.FakeOs(**{{call: wrapped}})
         t.save(sys.argv[1] + "/" + str(number) + "/s.glm53", of, t.reader(of))
         os._exit(0)
     os.close(here)
@@ -426,7 +505,7 @@ def whole(path: Path) -> bool:
 
 
 def test_killed_at_every_stage(tmp_path: Path) -> None:
-    """After kill -9 the name holds the whole old file or the whole new one, and the next save takes the partial file over."""
+    """After kill -9 the name holds the whole old file or the whole new one. The next save takes the partial file over, unless that is whole."""
     old, of = header(64), header()
     for number in range(len(STAGES)):
         (tmp_path / str(number)).mkdir()
@@ -437,14 +516,14 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
     for number, (call, nth, when) in enumerate(STAGES):
         directory = tmp_path / str(number)
         path = directory / "s.glm53"
-        renamed = (call, when) == ("replace", "after") or (call, nth) == ("fsync", 2)
+        renamed = (call, when) == ("replace", "after") or (call, nth) == ("fsync", 3)
         assert_holds(path, of if renamed else old, 0 if renamed else 1)
-        assert partials(directory) == ([] if renamed else ["s.glm53.partial"]), (call, nth, when)
-        if not renamed:
-            assert whole(directory / "s.glm53.partial") is (call in ("fsync", "replace")), (call, nth, when)
+        assert partials(directory) == ([] if renamed else [".s.glm53.partial"]), (call, nth, when)
+        finished = not renamed and (call, nth) in (("fsync", 2), ("replace", 1))
+        assert renamed or whole(directory / ".s.glm53.partial") is finished, (call, nth, when)
         save(path, of, reader(of))
         assert_holds(path, of)
-        assert os.listdir(directory) == ["s.glm53"]
+        assert sorted(os.listdir(directory)) == [".s.glm53.partial"] * finished + ["s.glm53"]
 
 
 def test_fingerprint_covers_names_headers_and_samples(tmp_path: Path) -> None:

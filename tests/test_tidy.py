@@ -17,7 +17,8 @@ LAYERS = {
     "glm53": {"engine", "request", "sampling"},  # lazily, for `from glm53 import Engine`
     "glm53.errors": set(),
     "glm53.spec": set(),
-    "glm53.sessionfile": {"errors"},
+    "glm53.partialfile": {"errors"},
+    "glm53.sessionfile": {"partialfile", "errors"},
     "glm53.persist": {"model", "hip", "sessionfile", "sampling", "config", "spec", "errors"},
     "glm53.sampling": {"errors"},
     "glm53.files": {"errors"},

@@ -128,7 +128,7 @@ class Stage:
             side.tier.settle(slot)
             if rows:
                 side.keys.export(slot, 0, keys)
-        terminal = None if self.first.drafter is None else self.first.drafter.state(slot)
+        terminal = self.hidden_state(slot)
         copies = [side.tier.host_copy(slot) for side in self.sides]
         histories = tuple(side.tier.detach(slot, copy) for side, copy in zip(self.sides, copies, strict=True))  # type: ignore[arg-type]
         for side in self.sides:
@@ -207,14 +207,11 @@ class Stage:
 
     def export(self, slot: int | Parked, section: str, first: int, target: np.ndarray) -> None:
         """Copies what a session file keeps of settled rows from `first` on: target [planes, rows, row_bytes] u8. section: "rows", those of the owner,
-        "keys", of every side those that it has, or "mtp.hidden", what the owner's MTP layer knows of the last row."""
+        or "keys", of every side those that it has."""
         if isinstance(slot, Parked):
             self._export_parked(slot, section, first, target)
         elif section == "rows":
             self.first.tier.export(slot, first, target)
-        elif section == "mtp.hidden":
-            assert self.first.drafter is not None, "a hidden row without an MTP layer"
-            self.first.stream.download(target.reshape(-1), self.first.drafter.terminal.slice(slot, slot + 1).address)
         else:
             for side in self.sides:
                 side.keys.export(slot, first, target)
@@ -222,10 +219,14 @@ class Stage:
     def _export_parked(self, parked: Parked, section: str, first: int, target: np.ndarray) -> None:
         if section == "rows":
             self.first.tier.export_parked(parked.histories[0], first, target)
-        elif section == "keys":
-            target[:] = parked.keys[:, first : first + target.shape[1]]
         else:
-            target[:] = 0 if parked.terminal is None else parked.terminal.view(np.uint8).reshape(target.shape)
+            target[:] = parked.keys[:, first : first + target.shape[1]]
+
+    def hidden_state(self, slot: int | Parked) -> np.ndarray | None:
+        """[hidden] as raw elements: the main model's hidden state of a session's last row, as the MTP layer needs it. None: it is not known."""
+        if isinstance(slot, Parked):
+            return slot.terminal
+        return None if self.first.drafter is None else self.first.drafter.state(slot)
 
     def adopt(self, slot: int | Parked, section: str, first: int, data: np.ndarray, rows_max: int) -> None:
         """The counterpart of `export`: appends to the rows, or to the keys, of every side; in the end there are `rows_max`. Planes of the MTP layer

@@ -4,6 +4,10 @@
 // in line (x86-64) or goes through ucontext elsewhere. Lanes of a wave switch straight to the next lane; only the end of a wave returns
 // to the scheduler, which checks that all lanes of the wave wait for the same thing. Divergence, forbidden addresses and waits given up end
 // the block with a message. Kernels have no destructors, so an ended block's stacks are simply set up again.
+//
+// Below each stack is a page that it must not reach. Where that cannot be touched the process has two mappings a stack, of the 65,530 that Linux gives
+// it, and a pair's waiting blocks keep dozens of threads of 1,024 stacks. So only the first wave and the first lane of the others have such a page: the
+// lanes of a wave run the same code. The other pages must still be zeros in their highest bytes when the blocks of a call have ended.
 #pragma once
 #include <cstdarg>
 #include <cstdint>
@@ -42,7 +46,7 @@ enum : size_t { STACK_BYTES = 256 << 10 };  // redzones make frames several time
 enum : size_t { STACK_BYTES = 64 << 10 };
 #endif
 // The stride of 17 pages and the colour below put the hot ends of 256 stacks into different cache sets; equal offsets would evict each other.
-enum : size_t { STACK_STRIDE = STACK_BYTES + PAGE_BYTES, SHARED_BYTES = 16 << 20, SHARED_GAP = 64 };
+enum : size_t { STACK_STRIDE = STACK_BYTES + PAGE_BYTES, SHARED_BYTES = 16 << 20, SHARED_GAP = 64, CANARY_BYTES = 64 };
 
 enum State : uint8_t { READY, AT_SHUFFLE, AT_BARRIER, RETURNED, FAILED };
 
@@ -207,9 +211,25 @@ inline void fiber_loop() {
   }
 }
 
+inline bool is_guarded(uint32_t i) { return i < WAVE || i % WAVE == 0; }
+
+// What an overflow of an unguarded stack writes first. Pages that are only read take no memory.
+inline char* canary(Workgroup* g, uint32_t i) { return g->stacks + i * STACK_STRIDE + PAGE_BYTES - CANARY_BYTES; }
+
+inline bool is_spoiled(Workgroup* g, uint32_t i) {
+  static const char zeros[CANARY_BYTES] = {};
+  return memcmp(canary(g, i), zeros, CANARY_BYTES) != 0;
+}
+
 inline bool prepare_fiber(Workgroup* g, uint32_t i) {
-  char* bottom = g->stacks + i * STACK_STRIDE + PAGE_BYTES;  // the page below stays inaccessible: an overflow faults instead of corrupting
-  if (mprotect(bottom, STACK_BYTES, PROT_READ | PROT_WRITE) != 0) return false;
+  char* bottom = g->stacks + i * STACK_STRIDE + PAGE_BYTES;
+  size_t below = is_guarded(i) ? 0 : (size_t)PAGE_BYTES;
+  if (mprotect(bottom - below, STACK_BYTES + below, PROT_READ | PROT_WRITE) != 0) return false;
+#if defined(GLM53_ASAN)
+  if (below) __asan_poison_memory_region(bottom - below, below);
+#else
+  if (below && is_spoiled(g, i)) memset(canary(g, i), 0, CANARY_BYTES);
+#endif
   Context& c = g->fiber[i];
   c.stack_bottom = bottom;
   c.stack_bytes = STACK_BYTES;
@@ -230,6 +250,16 @@ inline bool prepare_fiber(Workgroup* g, uint32_t i) {
   makecontext(&c.u, fiber_loop, 0);
 #endif
   return true;
+}
+
+// The first work-item whose unguarded stack was too small, or the block size.
+inline uint32_t overflowed(Workgroup* g) {
+#if !defined(GLM53_ASAN)
+  for (uint32_t i = 0; i < g->size; i++) {
+    if (!is_guarded(i) && is_spoiled(g, i)) return i;
+  }
+#endif
+  return g->size;
 }
 
 inline bool all_in(const uint8_t* state, uint32_t count) { return memcmp(state, state + 1, count - 1) == 0; }
@@ -324,6 +354,10 @@ inline int run_blocks(const glm53_host_kernel* kernel, const void* args, glm53_d
     g->by = (uint32_t)(b / grid.x % grid.y);
     g->bz = (uint32_t)(b / grid.x / grid.y);
     failed = run_block(g);
+  }
+  if (uint32_t over = overflowed(g); over < g->size) {
+    failed = 1;
+    if (message && message_bytes) snprintf(message, message_bytes, "stack overflow: work-item %u needs more than %zu bytes", over, (size_t)STACK_BYTES);
   }
   if (failed) {
     g->ready_fibers = 0;  // the next call sets all stacks up again

@@ -128,6 +128,7 @@ def test_failed_commands_and_the_chat_goes_on(tmp_path: Path) -> None:
             ("/fork main", "a branch 'main' exists"),
             ("/fork a b", "wanted one word"),
             ("/think maybe", "wanted on or off"),
+            ("/load ~no-such-user/x", "begins with a home directory that cannot be found"),
         ):
             assert answer in terminal.say(command), command
         first = reply(terminal.say("Who are you?"))
@@ -137,6 +138,10 @@ def test_failed_commands_and_the_chat_goes_on(tmp_path: Path) -> None:
             ("/undo 2", "wanted 1 to 1"),
             ("/undo x", "a number"),
             (f"/load {foreign}", "no session"),
+            ("/save /", "it is a directory"),
+            ("/save .", "it is a directory"),
+            ("/save ~no-such-user/x", "begins with a home directory that cannot be found"),
+            (f"/save {'n' * 300}", "File name too long"),
         ):
             assert answer in terminal.say(command), command
         assert "/help" in terminal.say("/?") and "Ctrl-C" in terminal.say("/help")
@@ -151,17 +156,36 @@ def test_pipe_and_colours() -> None:
     effort = [*GREEDY[:-1], "high"]
     lines = f'Who are you?\n/think off\n"""{KEY}\n"""\n\n/nope\n\xff\nlast \\'.encode("latin-1")
     done = glm53("chat", DEMO, *effort, stdin=lines)
-    assert done.returncode == 0 and b"\x1b" not in done.stdout + done.stderr
+    assert done.returncode == 2 and b"\x1b" not in done.stdout + done.stderr, "two lines failed"
     out, err = done.stdout.decode(), done.stderr.decode()
     assert out.startswith("[thinking] ") and "[thinking]" not in out[20:] and "thinking is hidden" in out and "48213" in out and "> " not in out
     assert err.count(" of 1024 rows]") == 3 and "/nope is no command" in err and "not valid UTF-8" in err, err
     quiet = glm53("chat", DEMO, *effort, "--quiet", "--hide-thinking", stdin=b"Who are you?\n")
-    assert not quiet.stderr and quiet.stdout.decode() == out.splitlines()[1] + "\n"
+    assert quiet.returncode == 0 and not quiet.stderr and quiet.stdout.decode() == out.splitlines()[1] + "\n"
     for hidden in ([], ["--hide-thinking"]):
         with Terminal("chat", DEMO, *effort, *hidden, NO_COLOR="1") as terminal:
             terminal.until(PROMPT)
             assert ("[thinking]" in terminal.say("Who are you?")) is not bool(hidden)
             assert "\x1b" not in terminal.screen
+
+
+def test_a_file_with_a_system_message(tmp_path: Path) -> None:
+    """--system goes before the next question, unless the file's last one is the same; a file longer than the context is refused at once."""
+    file, start = str(tmp_path / "s"), ["chat", DEMO, *GREEDY, "--max-tokens", "4"]
+    done = glm53(*start, "--system", "Be a cat.", stdin=f"Who are you?\n/system\n/save {file}\n".encode())
+    assert done.returncode == 0 and b"system message: Be a cat.\n" in done.stdout, done.stderr.decode()
+    done = glm53(*start, "--load", file, "--system", "Be a dog.", stdin=b"/system\nAnd you?\n/system\n/undo\n/undo\n/system\n")
+    assert re.findall(r"system message: .*", done.stdout.decode()) == [
+        "system message: Be a dog. (goes with the next question)",
+        "system message: Be a dog.",
+        "system message: Be a dog. (goes with the next question)",
+    ]
+    done = glm53(*start, "--load", file, "--system", "Be a cat.", stdin=b"/system\n")
+    assert b"system message: Be a cat.\n" in done.stdout
+    done = glm53(*start, "--load", file, "--context-rows-max", "12", stdin=b"Who?\n")
+    assert (
+        done.returncode == 2 and b"wanted at most 12 (--context-rows-max); next: --context-rows-max" in done.stderr and b"loading" not in done.stderr
+    )
 
 
 def test_full_context() -> None:
@@ -345,6 +369,27 @@ def test_interrupted_files(chat: Chat, tmp_path: Path) -> None:
     assert chat.branch.tokens() == tokens and drawn(chat.ask(SEA)) == next_reply
 
 
+def test_replies_after_load_and_undo_are_those_of_their_turns(engine: Engine, form: ChatFormat, tmp_path: Path) -> None:
+    """Also where a later turn was drawn with another seed; a file that does not say, or says nonsense, gives every turn its last seed."""
+    chat = Chat(engine, form, {"temperature": 1.2, "max_tokens": 24})
+    first, second = drawn(chat.ask("Who are you?")), drawn(chat.ask(SEA))
+    retried = drawn(chat.retry())
+    assert retried != second
+    chat.save(tmp_path / "s")
+    with Engine.open(ROOT / DEMO, context_rows_max=1024, sessions_max=2) as other:
+        later = Chat(other, form, {"max_tokens": 24})
+        later.load(tmp_path / "s")
+        later.undo()
+        assert drawn(later.ask(SEA)) == retried
+        later.undo(2)
+        assert drawn(later.ask("Who are you?")) == first
+        later.branch.session.notes = {"chat turn seeds": [[1], "x", [0, -1], [0.5, "y"], None]}
+        later.branch.session.save(tmp_path / "odd")
+        later.load(tmp_path / "odd")
+        assert {turn.seed for turn in later.branch.turns} == {later.branch.seed}
+    chat.branch.session.close()
+
+
 def test_system_messages(chat: Chat, form: ChatFormat) -> None:
     """Before the first question they are its head; later ones go with the next question, and come back with /undo."""
     chat.set_system("Be bold.")
@@ -357,8 +402,20 @@ def test_system_messages(chat: Chat, form: ChatFormat) -> None:
     assert [(t.start, t.ids, t.systems) for t in found] == [(t.start, t.ids, t.systems) for t in chat.branch.turns]
     drawn(chat.retry())
     assert not chat.branch.systems
+    chat.set_system("Be odd.")
+    drawn(chat.retry())
+    assert (chat.branch.system, chat.branch.systems, chat.branch.turns[-1].systems) == ("Be odd.", ["Be odd."], ("Be brief.",))
+    drawn(chat.ask("And you?"))
     chat.undo()
-    assert chat.branch.systems == ["Be brief."]
+    assert (chat.branch.system, chat.branch.systems) == ("Be odd.", ["Be odd."])
+    chat.undo()
+    assert (chat.branch.system, chat.branch.systems) == ("Be brief.", ["Be brief."])
+    drawn(chat.ask(SEA))
+    assert chat.branch.turns[-1].systems == ("Be brief.",)
+    chat.undo(2)
+    assert (chat.branch.system, chat.branch.systems) == ("Be bold.", [])
+    drawn(chat.ask("Who are you?"))
+    assert chat.branch.system == "Be bold."
     chat.undo()
     chat.set_system("Be calm.")  # no question stands any more: another head
     assert chat.branch.rows == 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +53,16 @@ KERNEL(overruns, fiber_args, 96) {
   float* p = lds;
   p[thread_id() + a.shift] = 1;
   ((float*)a.out)[thread_id()] = p[thread_id()];
+}
+KERNEL(many, fiber_args, 1024) { block_sync(); ((uint32_t*)a.out)[thread_id()] = thread_id(); }
+__attribute__((noinline)) int deep(const char* top) {
+  volatile char frame[256];
+  for (int i = 0; i < 256; i++) frame[i] = 1;
+  return (size_t)(top - (const char*)frame) < 66000 ? deep(top) + frame[7] : frame[3];
+}
+KERNEL(overflows, fiber_args, 96) {
+  char top;
+  if (thread_id() == a.shift) ((uint32_t*)a.out)[0] = deep(&top);
 }
 """
 ARGS_H = """
@@ -115,7 +127,8 @@ class Library:
     """The built module; `run` gives (result, message)."""
 
     def __init__(self, path: Path):
-        self._library = ctypes.CDLL(str(path))
+        self.path = str(path)
+        self._library = ctypes.CDLL(self.path)
         self._library.glm53_host_module_get.restype = ctypes.POINTER(Module)
         self.module = self._library.glm53_host_module_get().contents
         self.kernels = {self.module.kernels[i].name.decode(): self.module.kernels[i] for i in range(self.module.kernel_count)}
@@ -228,6 +241,37 @@ def test_a_wait_that_is_never_answered_is_bounded(library: Library) -> None:
     out = np.zeros(2, np.uint64)
     assert library.run("waits", out, hooks=hooks(lambda: 0, lambda address, count: 1)) == (0, "")
     assert out[1] == 2
+
+
+def test_a_stack_overflow_is_reported_and_the_thread_goes_on(library: Library) -> None:
+    for _ in range(2):
+        assert library.run("overflows", np.zeros(BLOCK, np.uint32), shift=40) == (1, "stack overflow: work-item 40 needs more than 65536 bytes")
+        test_barrier_orders_lds(library)
+
+
+@pytest.mark.parametrize("item", [0, 31, 64])
+def test_a_stack_overflow_above_a_guard_ends_the_process(library: Library, item: int) -> None:
+    script = "import sys, numpy as np; from tests.kernels.test_fibers import Library\n"
+    script += "Library(sys.argv[1]).run('overflows', np.zeros(96, np.uint32), shift=int(sys.argv[2]))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script, library.path, str(item)], env=environment, capture_output=True, cwd=ROOT)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+
+
+def test_stacks_take_few_mappings(library: Library) -> None:
+    """A process has 65,530 of them; the threads of a pair's waiting blocks have 1,024 stacks each."""
+    out, found = np.zeros(1024, np.uint32), []
+
+    def run() -> None:
+        before = len(Path("/proc/self/maps").read_text().splitlines())
+        assert library.run("many", out) == (0, "")
+        found.append(len(Path("/proc/self/maps").read_text().splitlines()) - before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    np.testing.assert_array_equal(out, np.arange(1024))
+    assert found[0] < 200
 
 
 def test_lds_overrun_is_caught_by_address_sanitizer(tmp_path: Path) -> None:

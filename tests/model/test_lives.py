@@ -239,4 +239,5 @@ def test_random_lives(way: dict[str, Any], make_checkpoint: Callable[..., Path],
         for _ in range(120):
             world.act()
         world.end()
-        assert {"fork", "park", "save", "truncate", "step", "prefill"} <= world.done.keys(), world.done
+        assert {"fork", "park", "save", "truncate", "step", "prefill", "stream"} <= world.done.keys() and world.left > 3, world.done
+        assert sum(world.done.values()) > 2 * sum(world.skipped.values()), (world.done, world.skipped)

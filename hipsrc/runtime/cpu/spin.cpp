@@ -44,7 +44,7 @@ class Threads {
     }
   }
 
-  static constexpr size_t kept_most = 16;  // the stacks of a block of 1,024 are 2,048 of the 65,530 mappings that a process may have
+  static constexpr size_t kept_most = 16;  // each has set up the stacks of the largest block that it ran
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<std::function<void()>> jobs_;
