@@ -165,13 +165,13 @@ def test_requests_that_take_turns_are_what_they_would_be_alone(each_engine: Engi
 
 def test_a_session_whose_request_is_parked_gets_its_rows(each_engine: Engine) -> None:
     with running(each_engine, parked_max=6) as loop, each_engine.session() as session, each_engine.session() as twin:
-        expected = [token for chunk in twin.stream(WORDS[:70], params(4, 30)) for token in chunk.token_ids]
+        expected = [token for chunk in twin.stream(WORDS[:70], params(5, 30)) for token in chunk.token_ids]
         held = (twin.tokens, twin.pending, twin._prompt_rows)
         twin.close()
         loop._scheduler.quantum = 4
         seen = watched(loop)
         others = [ask(loop, WORDS[i : i + 9], params(i, 60)) for i in range(4)]
-        request = asked(loop, WORDS[:70], params(4, 30))
+        request = asked(loop, WORDS[:70], params(5, 30))
         request.session = session
         client = Client()
         job = loop.submit([request], [client.events.put])[0]
