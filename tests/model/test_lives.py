@@ -241,3 +241,14 @@ def test_random_lives(way: dict[str, Any], make_checkpoint: Callable[..., Path],
         world.end()
         assert {"fork", "park", "save", "truncate", "step", "prefill", "stream"} <= world.done.keys() and world.left > 3, world.done
         assert sum(world.done.values()) > 2 * sum(world.skipped.values()), (world.done, world.skipped)
+
+
+def test_random_lives_with_drafts_that_stand(demo_path: Path, tmp_path: Path) -> None:
+    """On the demo model, whose drafts are accepted: streams are left inside rounds."""
+    with open_engine(demo_path, sessions_max=4, kv_tier="host", hot_rows=RING + 40, mtp=3) as engine:
+        with tier_scene.open_resident(demo_path, sessions_max=8) as naive:
+            world = World(engine, naive, tmp_path, seed=3, vocab=2000, rows_max=600)
+            while world.done["stream"] < 20:
+                world.act()
+            world.end()
+        assert sum(engine.draft_counts().accepted) > 20 and world.left > 3, engine.draft_counts()

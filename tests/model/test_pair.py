@@ -52,6 +52,17 @@ def test_pair_is_single(p2p: str, tier: str, seed: int, make_checkpoint: Callabl
         tier_scene.assert_all_given_back(both, f"{p2p} {tier}")
 
 
+def test_steps_of_many_rows(make_checkpoint: Callable[..., Path]) -> None:
+    """18 rows a step: 16 blocks of 1,024 work-items wait on either device at once, each on a stack of its own."""
+    path = make_checkpoint(layers=3, vocab=64, topk=32, seed=7, mtp=True, overrides={"moe_intermediate_size": 128})
+    with tier_scene.open_resident(path, sessions_max=3) as single:
+        expected = single.generate([[1, 2, 3], [4, 5], [6] * 30], PARAMS)
+    with pair(path, "auto", sessions_max=3, mtp=5) as both:
+        assert both.generate([[1, 2, 3], [4, 5], [6] * 30], PARAMS) == expected
+    if runtime.select().name == "cpu":
+        assert len(Path("/proc/self/maps").read_text().splitlines()) < 20_000, "of 65,530 that a process may have"
+
+
 @pytest.mark.parametrize("weights", ["auto", "q8q4"])
 @pytest.mark.parametrize("way", [*WAYS, "products", "products, checked"])
 def test_bf16_and_quantised(way: str, weights: str, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
