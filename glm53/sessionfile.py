@@ -239,7 +239,10 @@ def save(
     Raises SessionFileError for what the file system refuses, and what `read` raises.
     """
     target = target_of(path)
-    text = header.encode()
+    try:
+        text = header.encode()
+    except (TypeError, ValueError) as error:
+        raise SessionFileError(f"{target} cannot be saved: {error}; next: sampling and notes have to be JSON values") from error
     buffers = host_buffers(header.piece_bytes) if buffers is None else buffers
     try:
         with PartialFile(target, MAGIC) as (partial, fd):

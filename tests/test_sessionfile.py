@@ -281,6 +281,13 @@ def test_modes(tmp_path: Path) -> None:
         os.umask(before)
 
 
+def test_notes_that_are_no_json(tmp_path: Path) -> None:
+    of = header(1, notes={"x": {1, 2}})
+    with pytest.raises(SessionFileError, match="not JSON serializable; next: sampling and notes have to be JSON values"):
+        save(tmp_path / "s", of, reader(of))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("path", ["/", "", "nul\0x", "n" * 250, "n" * 300])
 def test_names_that_no_file_can_have(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = header(1)
