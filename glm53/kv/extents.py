@@ -11,7 +11,9 @@ import weakref
 
 import numpy as np
 
+from glm53.errors import DeviceMemoryError, human_bytes
 from glm53.hip import Device
+from glm53.kv.ram import available_bytes
 from glm53.kv.slabs import Progress, Slab, SlabAhead, free_slabs, make_slabs
 from glm53.mem.extents import ExtentPool, GroupedShape
 from glm53.mem.history import History, OutOfExtents
@@ -30,9 +32,15 @@ class HostExtents:
         self._finalizer = weakref.finalize(self, _release, device, self.slabs)
 
     def prepare(self, host_bytes: int, progress: Progress | None) -> None:
-        """Page-locks whole chunks that hold at least `host_bytes`. Raises DeviceMemoryError with nothing added."""
+        """Page-locks whole chunks that hold at least `host_bytes`. Raises DeviceMemoryError with nothing added, at once where the system has less."""
         chunk = self._chunk_extents * self.shape.extent_bytes
-        self._add(make_slabs(self.device, -(-host_bytes // chunk) * chunk, chunk, self.method, self.category, progress))
+        total, available = -(-host_bytes // chunk) * chunk, available_bytes()
+        if total > available:  # the system would end this process or another one instead of refusing a page
+            raise DeviceMemoryError(
+                f"{self.category}: {human_bytes(total)} are wanted and {human_bytes(available)} of host RAM are available; "
+                "next: lower --host-kv-gib, or end what holds the memory"
+            )
+        self._add(make_slabs(self.device, total, chunk, self.method, self.category, progress))
 
     def add(self, extents: int) -> None:
         """So many more extents, or a chunk: the one on its way, or a new one. DeviceMemoryError leaves all as it was."""

@@ -15,7 +15,7 @@ import tier_scene
 from tier_scene import RING, TOPK, VOCAB
 
 from glm53 import Engine, SamplingParams
-from glm53.errors import InputError
+from glm53.errors import DeviceMemoryError, InputError
 from glm53.hip import runtime
 
 MODEL = {"layers": 5, "seed": 12}
@@ -104,6 +104,11 @@ def test_schedule_seeds(make_checkpoint: Callable[..., Path]) -> None:
         for seed in (1, 2, 4):
             with tier_scene.schedule(seed):
                 tier_scene.assert_same_bits(expected, tier_scene.play(host, calls), f"schedule seed {seed}")
+
+
+def test_more_host_memory_than_there_is(demo_path: Path) -> None:
+    with pytest.raises(DeviceMemoryError, match=r"host history: .* wanted and .* available; next: lower --host-kv-gib"):
+        Engine.open(demo_path, host_kv_gib=1 << 19)
 
 
 def test_too_few_hot_rows(demo_path: Path) -> None:
