@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,12 @@ DEFAULT_SESSIONS = 8  # --max-num-seqs
 @option(
     "--sessions-per-key", group="Sessions", type=click.IntRange(0), default=64, show_default=True, help="Named sessions that a key may have at once."
 )
-@option("--max-model-len", group="Scheduling", type=click.IntRange(1), help="Longest history, prompt and output: --context-rows-max.")
+@option(
+    "--max-model-len",
+    group="Scheduling",
+    type=click.IntRange(1),
+    help="Longest history, prompt and output: --context-rows-max. [default: the model's limit]",
+)
 @option(
     "--max-num-seqs", group="Scheduling", type=click.IntRange(1), help=f"Requests that run at once: --sessions-max. [default: {DEFAULT_SESSIONS}]"
 )
@@ -137,7 +143,7 @@ DEFAULT_SESSIONS = 8  # --max-num-seqs
 @option(
     "--request-timeout", group="Scheduling", type=click.FloatRange(0.001), help="Seconds from arrival until a request ends with 504. [default: none]"
 )
-@engine_options
+@partial(engine_options, hidden=("sessions_max", "context_rows_max"))  # listed under vLLM's names
 @option("--quiet", group="Output", is_flag=True, help="No progress on standard error.")
 @click.pass_context
 def serve(context: click.Context, model: Path, **options: Any) -> None:
@@ -161,7 +167,7 @@ def serve(context: click.Context, model: Path, **options: Any) -> None:
     _alias(context, settings, "sessions_max", "--max-num-seqs", options["max_num_seqs"], DEFAULT_SESSIONS)
     with _naming_environment(context):
         config = EngineConfig(**settings)
-    read_config(model, latent_norm_eps=config.latent_norm_eps)  # refuses what is no model before a port is taken
+        _check_context(context, model, config)
     serving = ServeConfig(
         names=options["served_model_name"] or (model.resolve().name,),
         version=version("glm53"),
@@ -207,6 +213,14 @@ def serve(context: click.Context, model: Path, **options: Any) -> None:
             options["uvicorn_log_level"],
             not options["disable_log_stats"],
         )
+
+
+def _check_context(context: click.Context, model: Path, config: EngineConfig) -> None:
+    """Refuses what is no model, and more context than it has, before a port is taken."""
+    most = read_config(model, latent_norm_eps=config.latent_norm_eps).max_position_embeddings
+    if config.context_rows_max > most:
+        name = "max_model_len" if context.params["max_model_len"] is not None else "context_rows_max"
+        raise InputError(f"{name} is {config.context_rows_max}, expected at most {most}, the longest history that this model is made for")
 
 
 def _silent(done: int, total: int, name: str) -> None:

@@ -332,7 +332,12 @@ class EngineConfig:
         choices=("auto", "q8g64", "bf16", "f32"),
     )
     hot_rows: int = _setting(32768, "Rows per session and layer that the device keeps of a history in host RAM, its ring included.", unit="rows")
-    host_kv_gib: float = _setting(0.0, "Host RAM page-locked for histories at start; 0: chunk by chunk as they grow.", unit="GiB")
+    host_kv_gib: float = _setting(
+        0.0,
+        "Host RAM page-locked for histories at start, for each device of a pair so much, rounded up to whole pieces of --host-chunk-mib; "
+        "0: piece by piece as they grow.",
+        unit="GiB",
+    )
     host_memory: str = _setting("register", "How host RAM is page-locked: hipHostRegister or hipHostMalloc.", choices=("register", "hostmalloc"))
     host_chunk_mib: int = _setting(256, "Size of one page-locked piece of host RAM.", unit="MiB")
     mtp: str = _setting(

@@ -112,8 +112,8 @@ class DeviceNumbers(click.ParamType):
             self.fail(f"got {value!r}, wanted a device number, or two with a comma between them: 0,1", param, ctx)
 
 
-def engine_options(command: Any) -> Any:
-    """Adds an option for every field of EngineConfig, with the field's default and help."""
+def engine_options(command: Any, hidden: Sequence[str] = ()) -> Any:
+    """Adds an option for every field of EngineConfig, with the field's default and help. hidden: fields whose options the help leaves out."""
     for spec in reversed(fields(EngineConfig)):
         default = spec.default
         flag = "--" + spec.name.replace("_", "-")
@@ -124,7 +124,9 @@ def engine_options(command: Any) -> Any:
             flag = f"{flag}/--no-{flag[2:]}"
         if "choices" in spec.metadata:
             extra["type"] = click.Choice(spec.metadata["choices"])
-        command = option(flag, spec.name, group="Engine", default=default, show_default=True, help=spec.metadata["help"], **extra)(command)
+        command = option(
+            flag, spec.name, group="Engine", default=default, show_default=True, help=spec.metadata["help"], hidden=spec.name in hidden, **extra
+        )(command)
     return command
 
 

@@ -139,7 +139,7 @@ def check_room(target: Path, fd: int, total: int) -> None:
         raise SessionFileError(
             f"{target} cannot be saved: the session has {human_bytes(total)}, its disk {human_bytes(free)} free; "
             "next: free space there, or save elsewhere"
-        )
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def reserve(fd: int, total: int) -> None:

@@ -96,7 +96,7 @@ class Books:
                 parts = ", ".join(f"{p.purpose} {human_bytes(p.byte_count(rows))}" for p in prices if p.byte_count(rows))
                 return (
                     f"a history of {rows} rows needs {human_bytes(cost)} at {limit.place} ({parts}), at most {human_bytes(limit.byte_count)} is "
-                    f"there ({limit.setting}), for {self.rows_max()} rows"
+                    f"there ({limit.setting}), {f'for {self.rows_max()} rows' if self.rows_max() else 'not enough for any'}"
                 )
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,19 +20,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from glm53.engine import Engine
-from glm53.errors import Glm53Error, InputError
+from glm53.errors import DeviceMemoryError, Glm53Error, InputError
 from glm53.grammar import GrammarConstraint, Grammars
 from glm53.prices import SHARE
 from glm53.sampling import SamplingParams
 from glm53.serve.access import Counted, Keys, owner_of
 from glm53.serve.answers import ChatForm, CompletionForm, Form
+from glm53.serve.drain import Drain, shutting_down
 from glm53.serve.fields import ApiError, Fields, parse_object
 from glm53.serve.figures import FigureReader, Figures
 from glm53.serve.generation import CLIENT_LEFT, RETRY_AFTER_S, Asked, Generation, api_error, error_response, json_response
 from glm53.serve.loop import Loop
 from glm53.serve.metrics import CONTENT_TYPE, Metrics
 from glm53.serve.openapi import Bounds, openapi_document
-from glm53.serve.protocol import COMPLETION_TOKENS, Call, ChatCall, chat_call, completion_call, tokenize_call
+from glm53.serve.protocol import CHOICES_MAX, COMPLETION_TOKENS, Call, ChatCall, chat_call, completion_call, tokenize_call
 from glm53.serve.reasoning import THINK_CLOSE, starts_thinking
 from glm53.serve.session_files import SessionFiles
 from glm53.serve.session_routes import SessionRoutes
@@ -40,6 +41,7 @@ from glm53.serve.sessions import Named, Sessions
 from glm53.serve.stats import StatsLog, room_lines
 
 Handler = Callable[[Request], Awaitable[Any]]
+ANSWERS_S = 2.0  # for the last answers of a server that ends
 log = logging.getLogger("glm53.serve")
 
 
@@ -54,6 +56,7 @@ class ServeConfig:
     waiting_max: int = 64  # requests that wait for a session
     queue_timeout_s: float = 60.0
     body_bytes_max: int = 32 << 20
+    body_silence_s: float = 60.0  # between two parts of a body at most
     chunks_per_step: int = 1
     decode_max: int = 0  # 0: as many as sessions
     parked_max: int | None = None  # requests in turns beside those with a slot; None: as many again
@@ -80,11 +83,18 @@ class Api:
         self.app = self._make_app()
 
     def start(self, engine: Engine) -> None:
-        """Takes requests from now on. The engine stays its caller's, to be closed after `close`."""
+        """Takes requests from now on. The engine stays its caller's, to be closed after `close`. Raises DeviceMemoryError if no request would fit."""
         config = self.config
         parked_max = engine.sessions_max if config.parked_max is None else config.parked_max
         settings = (config.waiting_max, config.chunks_per_step, config.decode_max, parked_max, config.keeps_prompts, config.device_share)
         self._loop = Loop(engine, *settings)
+        rows = min(engine.config.extent_rows, engine.context_rows_max)
+        refusal = self._loop.books.never(rows)
+        if refusal is not None:
+            raise DeviceMemoryError(
+                f"no request would fit: {refusal}; next: raise --gpu-memory-utilization or --host-kv-gib, lower --max-num-seqs or --hot-rows, "
+                "or use --kv-tier host"
+            )
         self._figures = FigureReader(self._loop)
         self._sessions = Sessions(self._loop, self.config.sessions_per_key, self.config.session_files)
         if engine.tokenizer is not None:
@@ -97,6 +107,18 @@ class Api:
             self._sessions.close()
         if self._loop is not None:
             self._loop.close()
+
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Refuses new requests, gives those that run `timeout_s` or until `hurry` is set, then ends them with an answer, and closes."""
+        drain = self._drain
+        drain.begun = True
+        if drain.running:
+            log.info("requests that still run: %d, for %g s at most or until another signal", drain.running, timeout_s)
+        if not await drain.idle(timeout_s, hurry):
+            log.warning("requests that are ended before they are done: %d", drain.running)
+        drain.ending.set()
+        await asyncio.to_thread(self.close)
+        await drain.idle(ANSWERS_S, asyncio.Event())
 
     def _make_app(self) -> ASGIApp:
         handlers: dict[str, dict[str, Handler]] = {
@@ -119,7 +141,8 @@ class Api:
             cors = Middleware(CORSMiddleware, allow_origins=list(self.config.allowed_origins), allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
         on_error: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, ClientDisconnect: _on_left, Exception: _on_bug}
-        return Counted(Starlette(routes=routes, middleware=middleware, exception_handlers=on_error), self.metrics.answered)
+        self._drain = Drain(Starlette(routes=routes, middleware=middleware, exception_handlers=on_error))
+        return Counted(self._drain, self.metrics.answered)
 
     # State
 
@@ -172,6 +195,9 @@ class Api:
     def _texts_max(self) -> int:
         """Texts of one call at most, even on an idle server."""
         return self.config.waiting_max + (1 if self._engine is None else self._engine.sessions_max)
+
+    def _choices_max(self) -> int:
+        return min(CHOICES_MAX, self._texts_max())
 
     # Models
 
@@ -232,7 +258,7 @@ class Api:
 
     async def _chat(self, request: Request) -> Generation:
         engine, loop = self._serving()
-        call = chat_call(await self._body(request), engine.default_params())
+        call = chat_call(await self._body(request), engine.default_params(), self._choices_max())
         model = self._check_model(call.model)
         ids, thinking = await asyncio.to_thread(_chat_prompt, engine, call.messages, call.settings)
         form = ChatForm(model, engine.tokenizer, call.logprobs is not None)
@@ -243,7 +269,7 @@ class Api:
 
     async def _completions(self, request: Request) -> Generation:
         engine, loop = self._serving()
-        call = completion_call(await self._body(request), engine.default_params())
+        call = completion_call(await self._body(request), engine.default_params(), self._choices_max())
         form = CompletionForm(self._check_model(call.model), engine.tokenizer, call.logprobs is not None)
         prompts = [await asyncio.to_thread(_encode, engine, one) if isinstance(one, str) else one for one in call.prompts]
         asked = await asyncio.to_thread(_asked, loop, self.config, self._grammars, call, prompts, COMPLETION_TOKENS, False, form)
@@ -274,12 +300,31 @@ class Api:
         stated = request.headers.get("content-length", "")
         if stated.isdecimal() and int(stated[:20]) > most:
             raise too_large
-        raw = bytearray()
-        async for part in request.stream():
+        raw, parts = bytearray(), request.stream()
+        while (part := await self._part(parts)) is not None:
             raw += part
             if len(raw) > most:
                 raise too_large
         return {} if may_be_empty and not raw else parse_object(bytes(raw))
+
+    async def _part(self, parts: AsyncIterator[bytes]) -> bytes | None:
+        """The next part of a body, None behind the last one. Raises ApiError 408 for a client that is silent, 503 when the server ends."""
+
+        async def read() -> bytes | None:
+            return await anext(parts, None)
+
+        reading, ending = asyncio.ensure_future(read()), asyncio.ensure_future(self._drain.ending.wait())
+        try:
+            await asyncio.wait({reading, ending}, timeout=self.config.body_silence_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            if ending.done():
+                raise shutting_down()
+            message = f"nothing of the body came for {self.config.body_silence_s:g} s, wanted all of it; next: send the request again"
+            raise ApiError(message, 408, code="request_timeout")
+        finally:
+            reading.cancel()
+            ending.cancel()
 
 
 def _encode(engine: Engine, text: str) -> list[int]:

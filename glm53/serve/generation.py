@@ -69,6 +69,8 @@ def error_response(error: ApiError) -> Response:
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (408, 413):  # what is left of the body is not read
+        headers["Connection"] = "close"
     return json_response(error.body(), error.status, headers)
 
 
@@ -161,7 +163,7 @@ class Generation:
         except TimeoutError:
             load = self._loop.load()
             raise ApiError(
-                f"no room became free in {self._timeout_s:g} s: {load.running} requests run and {load.waiting} wait; next: try again later",
+                f"no room became free in {self._timeout_s:g} s (requests that run: {load.running}, that wait: {load.waiting}); next: try again later",
                 429,
                 code="engine_busy",
                 retry_after_s=max(RETRY_AFTER_S, int(self._timeout_s)),

@@ -170,7 +170,10 @@ class Loop:
             if self._fatal is not None or self._closing:
                 raise Stopped(f"no request is taken any more: {self._fatal or 'the server is shutting down'}")
             if self._taken + len(jobs) > self.waiting_max + max(self.engine.sessions_max - self._running, 0):
-                raise Busy(f"{self._taken} requests wait and {self._running} run, at most {self.waiting_max} may wait; next: try again later")
+                raise Busy(
+                    f"got {_requests(len(jobs))} beside {self._taken} that have not started and {self._running} that run, wanted at most "
+                    f"{self.waiting_max} waiting beside {self.engine.sessions_max} running; next: try again later"
+                )
             if len(set(map(id, bound))) < len(bound) or any(session is other for session in bound for other in self._bound):
                 raise InUse("the session is another request's; next: wait until that has ended, or fork the session")
             self._bound += bound
@@ -409,3 +412,7 @@ class Loop:
         finally:
             for job in (*jobs, *arrived):
                 self._fail(job, error)
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from glm53.request import Chunk
 from glm53.serve.figures import Figures
-from glm53.serve.loop import Cancelled, Event, Load, Started
+from glm53.serve.loop import Cancelled, Event, Load, Started, Stopped
 
 PREFIX = "glm53:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -105,7 +105,7 @@ class Meter:
             if event.finish_reason is not None:
                 self._end(event.finish_reason, now)
         else:
-            metrics.totals.ended["abort" if isinstance(event.error, Cancelled) else "error"] += 1
+            metrics.totals.ended["abort" if isinstance(event.error, Cancelled | Stopped) else "error"] += 1
 
     def _take_tokens(self, count: int, now: float) -> None:
         metrics = self._metrics

@@ -55,8 +55,8 @@ class Operation:
 SESSION_ID: Schema = STRING | {"pattern": f"^{ID_PATTERN}$", "not": {"enum": list(RESERVED_IDS)}}
 FILE_NAME: Schema = STRING | {"pattern": f"^{NAME_PATTERN}$"}
 PARAMETERS: dict[str, Schema] = {"id": SESSION_ID, "name": FILE_NAME, "model": STRING | {"minLength": 1}}
-BODY = (400, 413)
-GENERATES = (400, 404, 409, 413, 429, 499, 503, 504)
+BODY = (400, 408, 413)
+GENERATES = (*BODY, 404, 409, 429, 499, 503, 504)
 ENGINE = (503,)
 SESSION = ("id",)
 OPERATIONS = (
@@ -114,14 +114,15 @@ STATUSES = {
     400: "The request is wrong; the message says what, what was wanted and what to do.",
     401: "The key is missing or wrong.",
     404: "What is named does not exist, or is another key's.",
+    408: "The rest of the body did not come.",
     409: "The session is at work, or the name is taken.",
     413: "The body is too large.",
     429: "As many as may are there already; Retry-After says when to come again, where time helps.",
     499: "The request was cancelled.",
     500: "The server is at fault.",
-    503: "The model is being loaded, the device is lost or the server is shutting down.",
+    503: "The model is being loaded, the device is lost, or the server is shutting down: a stream that had begun ends with this error and [DONE].",
     504: "The request's time was over before its first token.",
-    507: "The files would need more than they may have.",
+    507: "The files would need more than they may have, or than the disk has.",
 }
 
 

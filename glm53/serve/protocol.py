@@ -80,14 +80,14 @@ class CompletionCall(Call):
     prompts: list[Prompt]
 
 
-def chat_call(body: Mapping[str, Any], defaults: SamplingParams) -> ChatCall:
-    """Reads a body of `/v1/chat/completions`. defaults: for what is absent. Raises ApiError 400."""
+def chat_call(body: Mapping[str, Any], defaults: SamplingParams, choices_max: int = CHOICES_MAX) -> ChatCall:
+    """Reads a body of `/v1/chat/completions`. defaults: for what is absent. choices_max: n at most. Raises ApiError 400."""
     fields = Fields(body)
     use = read_tools(fields)
     with_logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, LOGPROBS_MAX)
     if top and not with_logprobs:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-    common = _common(fields, defaults, "max_completion_tokens")
+    common = _common(fields, defaults, "max_completion_tokens", choices_max)
     messages = [_message(fields, index, one) for index, one in enumerate(_list(fields, "messages"))]
     common["format"] = _with_tools(common["format"], use)
     settings = _template_settings(fields) | ({} if use is None else {"tools": use.given})
@@ -107,13 +107,13 @@ def _with_tools(asked: Format | None, use: ToolUse | None) -> Format | None:
         raise ApiError(f"tools: {error}", param="tools") from None
 
 
-def completion_call(body: Mapping[str, Any], defaults: SamplingParams) -> CompletionCall:
+def completion_call(body: Mapping[str, Any], defaults: SamplingParams, choices_max: int = CHOICES_MAX) -> CompletionCall:
     """Reads a body of `/v1/completions`. Raises ApiError 400."""
     fields = Fields(body)
     fields.refuse("echo", "the answer holds the new text alone", (False,))
     fields.refuse("suffix", "the model continues texts, it does not fill gaps", ("",))
     logprobs = fields.integer("logprobs", 0, LOGPROBS_MAX)
-    common = _common(fields, defaults, "max_tokens")
+    common = _common(fields, defaults, "max_tokens", choices_max)
     fields.refuse("best_of", "give n", (common["n"], 1))
     prompts = _prompts(fields)
     fields.note_ignored()
@@ -134,7 +134,7 @@ def tokenize_call(body: Mapping[str, Any]) -> tuple[str | None, list[dict[str, A
     return None, messages, settings
 
 
-def _common(fields: Fields, defaults: SamplingParams, newer: str) -> dict[str, Any]:
+def _common(fields: Fields, defaults: SamplingParams, newer: str, choices_max: int) -> dict[str, Any]:
     """What chat and completions share. newer: of the two names of max_tokens the one that wins."""
     for name in ("frequency_penalty", "presence_penalty"):
         fields.refuse(name, "use repetition_penalty", (0, 0.0))
@@ -152,7 +152,7 @@ def _common(fields: Fields, defaults: SamplingParams, newer: str) -> dict[str, A
         "params": _sampling(fields, defaults),
         "max_tokens": fields.integer(name, 1, 1 << 30),
         "max_tokens_name": name,
-        "n": fields.integer("n", 1, CHOICES_MAX) or 1,
+        "n": fields.integer("n", 1, choices_max) or 1,
         "timeout_s": fields.spanned("timeout_s", TIMEOUT_S),
         "stream": stream,
         "include_usage": options.flag("include_usage"),

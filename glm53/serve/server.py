@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import getLogger
+from types import FrameType
 
 import uvicorn
 
@@ -26,10 +27,19 @@ class _Interrupted(Exception):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which raises the signals it got once more when it has ended: before the engine is closed, and with an exit code of its own."""
+    """uvicorn's, but that signals only tell us: the first sets `signalled`, the next one `hurried`; `should_exit` ends it."""
+
+    def __init__(self, options: uvicorn.Config):
+        super().__init__(options)
+        self.signals, self.signalled, self.hurried = 0, asyncio.Event(), asyncio.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.signals += 1
+        self._aio.call_soon_threadsafe((self.signalled if self.signals == 1 else self.hurried).set)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        self._aio = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -60,7 +70,8 @@ def serve(
     log_level: str = "info",
     log_stats: bool = True,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then refuses new requests, gives running ones `shutdown_timeout_s` and closes the engine.
+    """Serves until SIGINT or SIGTERM, then refuses new requests, gives running ones `shutdown_timeout_s` or until another signal, ends them with an
+    answer and closes the engine.
 
     open_engine(progress) runs in a thread while /ready answers 503; what it raises is raised here. ready: is called when requests are taken.
     log_stats: whether a line says every few seconds what is being done.
@@ -73,7 +84,7 @@ def serve(
         api.app,
         log_config=logging,
         log_level=log_level,
-        timeout_graceful_shutdown=max(int(shutdown_timeout_s), 1),
+        timeout_graceful_shutdown=1,  # for clients that do not read what was sent: the requests have ended by then
         server_header=False,
         ws="none",
         lifespan="off",
@@ -81,12 +92,13 @@ def serve(
     server = _Server(options)
 
     def watched(done: int, total: int, name: str) -> None:
-        if server.should_exit:
+        if server.signals:
             raise _Interrupted
         progress(done, total, name)
 
     async def run() -> None:
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        signalled = asyncio.ensure_future(server.signalled.wait())
         engine: Engine | None = None
         lines: asyncio.Future[None] | None = None
         try:
@@ -98,9 +110,11 @@ def serve(
             stats = api.stats()
             lines = asyncio.ensure_future(stats.run()) if log_stats else None
             ready(engine)
-            await serving
+            await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            await api.drain(shutdown_timeout_s, server.hurried)
             log.info(stats.last_line())
         finally:
+            signalled.cancel()
             if lines is not None:
                 lines.cancel()
             server.should_exit = True

@@ -5,6 +5,8 @@ Names are checked before they become paths; what an owner gives never leaves its
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import threading
@@ -13,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm53.errors import InputError, human_bytes
+from glm53.errors import InputError, SessionFileError, human_bytes
 from glm53.serve.fields import ApiError
 
 SUFFIX = ".glm53s"
 NAME_PATTERN = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}"
+log = logging.getLogger("glm53.serve")
 NOBODY = "_"  # directory of the owner ""; no hash
 
 
@@ -85,6 +88,29 @@ class SessionFiles:
             with self._lock:
                 self._coming -= byte_count
 
+    @contextmanager
+    def reported(self, name: str) -> Iterator[None]:
+        """What goes wrong with a file inside becomes an ApiError that shows nothing of the server's paths; name: "" for all of an owner's.
+
+        507 where the disk has no space, 500 for whatever else the system refuses, 400 for a file that cannot be used. The log has the paths.
+        """
+        try:
+            yield
+        except SessionFileError as error:
+            cause = error.__cause__
+            folders = "|".join(re.escape(str(path)) for path in {self.directory, self.directory.resolve()})
+            message = re.sub(rf"(?:{folders})/(?:[^/]*/)?", "", str(error))  # names of files stay
+            status = 400 if not isinstance(cause, OSError) else 507 if _is_full(cause) else 500
+        except OSError as error:
+            what = f"the session file {name!r}" if name else "the session files of this key"
+            message = f"{what} cannot be used: {error.strerror or type(error).__name__}; next: tell whoever runs the server, whose log says more"
+            cause, status = error, 507 if _is_full(error) else 500
+        else:
+            return
+        if status >= 500:
+            log.error("session file %r: %s", name, cause)
+        raise ApiError(message, status, "name" if name else None, "insufficient_storage" if status == 507 else "session_file_error")
+
     def _every(self, folder: Path) -> Iterator[SavedFile]:
         try:
             entries = list(os.scandir(folder))
@@ -97,6 +123,10 @@ class SessionFiles:
                 except FileNotFoundError:  # deleted meanwhile
                     continue
                 yield SavedFile(entry.name.removesuffix(SUFFIX), found.st_size, int(found.st_mtime))
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _missing(name: str) -> ApiError:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from glm53.engine import Engine
 from glm53.errors import Glm53Error, InUse, LifetimeError
 from glm53.serve.fields import ApiError
-from glm53.serve.generation import api_error
+from glm53.serve.generation import RETRY_AFTER_S, api_error
 from glm53.serve.loop import Loop, Stopped
 from glm53.serve.session_files import SavedFile, SessionFiles
 from glm53.session import Session
@@ -157,7 +157,7 @@ class Sessions:
         files.path(owner, name)
 
         def save() -> int:
-            with files.room(owner, name, named.session.file_bytes()) as path:
+            with files.reported(name), files.room(owner, name, named.session.file_bytes()) as path:
                 return named.session.save(path, self._watched)
 
         async def parked_and_saved() -> tuple[int, int]:
@@ -169,17 +169,23 @@ class Sessions:
 
     async def restore(self, owner: str, name: str, new_id: str | None) -> Named:
         """A new session from a file of the owner's."""
-        path: Path = self._with_files().existing(owner, name)
+        files = self._with_files()
+        with files.reported(name):
+            path: Path = files.existing(owner, name)
 
         def rows() -> int:
-            with SessionFile(path) as file:
+            with files.reported(name), SessionFile(path) as file:
                 return file.header.rows
+
+        def read() -> Session:
+            with files.reported(name):
+                return self._engine.restore(path, self._watched, parked=True)
 
         async def restore() -> Session:
             count = await self._in_thread(rows)
             promised = await self._call(lambda: self._loop.promise(count))
             try:
-                return await self._in_thread(lambda: self._engine.restore(path, self._watched, parked=True))
+                return await self._in_thread(read)
             finally:
                 await self._call(lambda: self._loop.redeem(promised))
 
@@ -187,11 +193,15 @@ class Sessions:
 
     async def saved(self, owner: str) -> list[SavedFile]:
         """Files of the owner."""
-        return await asyncio.to_thread(self._with_files().files, owner)
+        files = self._with_files()
+        with files.reported(""):
+            return await asyncio.to_thread(files.files, owner)
 
     async def remove_file(self, owner: str, name: str) -> None:
         """Deletes a file of the owner's."""
-        await asyncio.to_thread(self._with_files().remove, owner, name)
+        files = self._with_files()
+        with files.reported(name):
+            await asyncio.to_thread(files.remove, owner, name)
 
     # How work is done
 
@@ -225,7 +235,7 @@ class Sessions:
         held = sum(whose == owner for whose, _ in (*self._named, *self._coming))
         if held >= self._per_owner:
             message = f"{held} sessions are there, at most {self._per_owner} may be (--sessions-per-key); next: delete one"
-            raise ApiError(message, 429, code="too_many_sessions")
+            raise ApiError(message, 429, code="too_many_sessions", retry_after_s=RETRY_AFTER_S)
         self._coming.add(key)
 
         async def made() -> Named:
