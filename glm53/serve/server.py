@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -27,14 +28,17 @@ class _Interrupted(Exception):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but that signals only tell us: the first sets `signalled`, the next one `hurried`; `should_exit` ends it."""
+    """uvicorn's, but signals only tell us: the first sets `signalled`, the next one `hurried`, later ones are not ours. `should_exit` ends it."""
 
     def __init__(self, options: uvicorn.Config):
         super().__init__(options)
         self.signals, self.signalled, self.hurried = 0, asyncio.Event(), asyncio.Event()
+        self._before: dict[int, Any] = {}  # handlers
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signals += 1
+        if self.signals == 2:
+            self._hand_back()  # whatever hangs, a third signal ends the process
         self._aio.call_soon_threadsafe((self.signalled if self.signals == 1 else self.hurried).set)
 
     @contextmanager
@@ -43,12 +47,15 @@ class _Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self._hand_back()
+
+    def _hand_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -39,7 +39,7 @@ class SessionFiles:
     def __init__(self, directory: Path, bytes_max: int):
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise InputError(f"--session-dir {directory} is no directory that can be written to; next: make it first")
-        self.directory, self.bytes_max = directory, bytes_max
+        self.directory, self.bytes_max = directory.resolve(), bytes_max
         self._coming = 0  # bytes of saves that are under way
         self._lock = threading.Lock()
 
@@ -98,17 +98,16 @@ class SessionFiles:
             yield
         except SessionFileError as error:
             cause = error.__cause__
-            folders = "|".join(re.escape(str(path)) for path in {self.directory, self.directory.resolve()})
-            message = re.sub(rf"(?:{folders})/(?:[^/]*/)?", "", str(error))  # names of files stay
+            said, message = str(error), re.sub(re.escape(str(self.directory)) + "/(?:[^/]*/)?", "", str(error))  # names of files stay
             status = 400 if not isinstance(cause, OSError) else 507 if _is_full(cause) else 500
         except OSError as error:
             what = f"the session file {name!r}" if name else "the session files of this key"
             message = f"{what} cannot be used: {error.strerror or type(error).__name__}; next: tell whoever runs the server, whose log says more"
-            cause, status = error, 507 if _is_full(error) else 500
+            said, status = str(error), 507 if _is_full(error) else 500
         else:
             return
         if status >= 500:
-            log.error("session file %r: %s", name, cause)
+            log.error("session files: %s", said)
         raise ApiError(message, status, "name" if name else None, "insufficient_storage" if status == 507 else "session_file_error")
 
     def _every(self, folder: Path) -> Iterator[SavedFile]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from glm53.config import read_config
+
 pytest.importorskip("uvicorn")
 
 COMMAND = [sys.executable, "-c", "from glm53.cli import main; main()", "serve"]
@@ -64,6 +66,25 @@ def test_bad_settings_are_refused_at_once(demo_path: Path, tmp_path: Path) -> No
         port = str(taken.getsockname()[1])
         done = run([str(demo_path), "--port", port])
     assert done.returncode == 2 and f"--port {port}" in done.stderr and "next:" in done.stderr
+
+
+def test_a_server_that_could_serve_nothing_does_not_start(demo_path: Path) -> None:
+    """Nor one that would have less context than it was asked for."""
+    arguments = ["--port", "0", "--gpu-memory-utilization", "0.01", "--kv-tier", "resident", "--max-num-seqs", "64"]
+    done = run([str(demo_path), *arguments])
+    assert done.returncode == 4 and "Traceback" not in done.stderr and "ready on" not in done.stderr, done.stderr
+    for part in ("no request would fit: a history of 256 rows needs ", "--gpu-memory-utilization 0.01 of ", "next: raise --gpu-memory-utilization"):
+        assert part in done.stderr, done.stderr
+    most = read_config(demo_path).max_position_embeddings
+    for flag, name in (("--max-model-len", "max_model_len"), ("--context-rows-max", "context_rows_max")):
+        done = run([str(demo_path), "--port", "0", flag, str(most + 1)])
+        assert done.returncode == 2 and f"{name} is {most + 1}, expected at most {most}" in done.stderr, done.stderr
+
+
+def test_the_help_has_one_name_and_one_default_of_a_setting() -> None:
+    said = run(["--help"]).stdout
+    assert "--max-num-seqs" in said and "--sessions-max INTEGER" not in said and "--context-rows-max INTEGER" not in said
+    assert "--host-kv-gib" in said and "for each device of a pair" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

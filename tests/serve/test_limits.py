@@ -203,6 +203,10 @@ def test_a_full_server_lets_some_wait_and_refuses_others(serve_with: Callable[..
         served.wait_for(Load(3, 1))
         status, headers, answer = served.request("POST", COMPLETIONS, LONG)
         assert (status, answer["error"]["code"]) == (429, "engine_busy") and int(headers["retry-after"]) >= 1
+        said = "got 1 request beside 1 that have not started and 3 that run, wanted at most 1 waiting beside 3 running"
+        assert said in answer["error"]["message"], answer
+        for path, body in ((COMPLETIONS, LONG), (CHAT, {"messages": MESSAGES})):
+            assert "wanted an integer from 1 to 4" in served.request("POST", path, body | {"n": 5})[2]["error"]["message"]
         waiting.join()
         if slow[0][0] != 200:  # none of the three has ended within the bound
             assert slow[0][0] == 429 and time.monotonic() - started >= 0.3 and int(slow[0][1]["retry-after"]) >= 1

@@ -139,7 +139,7 @@ def test_a_lost_device_ends_everything_and_says_so(engine: Engine, monkeypatch: 
 def test_limits_and_closing(engine: Engine) -> None:
     with running(engine, waiting_max=2) as loop:
         clients = []
-        with pytest.raises(Busy, match="at most 2 may wait"):
+        with pytest.raises(Busy, match="wanted at most 2 waiting beside 3 running"):
             for _ in range(20):
                 clients.append(submit(loop, 3)[1])
         assert len(clients) >= 5

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -181,8 +184,9 @@ def test_a_405_names_every_method(keyed: Served) -> None:
 def test_numbers_and_bytes_are_bounded(serve_with: Callable[..., Any], keyed: Served, ask: Callable[..., Any], tmp_path: Path) -> None:
     for _ in range(6):
         ask("POST", SESSIONS)
-    error = ask("POST", SESSIONS, None, 429)
-    assert error["code"] == "too_many_sessions" and "at most 6" in error["message"]
+    status, headers, answer = keyed.request("POST", SESSIONS, None, ONE)
+    assert (status, answer["error"]["code"]) == (429, "too_many_sessions") and "at most 6" in answer["error"]["message"]
+    assert int(headers["retry-after"]) >= 1
     ask("POST", SESSIONS, key=TWO)  # each owner has room of its own
     with serve_with(session_files=SessionFiles(tmp_path, 10_000)) as served:
         served.request("POST", SESSIONS, {"id": "s"})
@@ -319,3 +323,56 @@ def test_a_server_that_ends_gives_up_its_saves(serve_with: Callable[..., Any], t
         assert not list(tmp_path.glob("*/*"))
         assert served.request("POST", f"{SESSIONS}/s/save", {"name": "x"})[0] == 503
         assert served.request("DELETE", f"{SESSIONS}/s")[0] == 200
+
+
+def test_what_the_disk_refuses(keyed: Served, ask: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of files have a code and no path of the server, and the session goes on."""
+    files = keyed.api.config.session_files
+    assert files is not None
+    ask("POST", SESSIONS, {"id": "s"})
+    turn(ask, "s", PROMPT)
+    ask("POST", f"{SESSIONS}/s/save", {"name": "good"})
+    path = files.path(owner_name("one"), "good")
+    whole = path.read_bytes()
+
+    def refused(status: int, code: str, calls: list[tuple[str, str, Any]]) -> None:
+        for method, where, body in calls:
+            error = ask(method, SESSIONS + where, body, status)
+            assert error["code"] == code and "next:" in error["message"], error
+            assert str(files.directory) not in error["message"] and owner_name("one") not in error["message"]  # type: ignore[union-attr]
+
+    save, restore = ("POST", "/s/save", {"name": "good"}), ("POST", "/restore", {"name": "good"})
+    for damaged in (whole[:200], whole[:-100], whole[:-100] + bytes(100), b"text" * 100):
+        path.write_bytes(damaged)
+        refused(400, "session_file_error", [restore])
+    refused(400, "session_file_error", [save])  # somebody's text is not replaced
+    path.write_bytes(whole)
+
+    def fails(number: int) -> Callable[..., None]:
+        def fail(*given: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
+        refused(507, "insufficient_storage", [save])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=1, f_frsize=512))
+        refused(507, "insufficient_storage", [save])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails(errno.EIO))
+        refused(500, "session_file_error", [save])
+    assert path.read_bytes() == whole
+    folder, aside = path.parent, tmp_path / "aside"
+    folder.rename(aside)
+    folder.write_text("no directory")
+    refused(500, "session_file_error", [save, ("GET", "/files", None), ("DELETE", "/files/good", None)])
+    folder.unlink()
+    aside.rename(folder)
+    path.unlink()
+    path.symlink_to(path)
+    refused(500, "session_file_error", [save])
+    path.unlink()
+    ask(*(save[0], SESSIONS + save[1], save[2]))
+    assert ask("POST", f"{SESSIONS}/restore", {"name": "good"})["rows"] == ask("GET", f"{SESSIONS}/s")["rows"] > 0
