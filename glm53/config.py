@@ -334,7 +334,7 @@ class EngineConfig:
     hot_rows: int = _setting(32768, "Rows per session and layer that the device keeps of a history in host RAM, its ring included.", unit="rows")
     host_kv_gib: float = _setting(
         0.0,
-        "Host RAM page-locked for histories at start, for each device of a pair so much, rounded up to whole pieces of --host-chunk-mib; "
+        "Host RAM page-locked for histories at start, for each device of a pair so much, rounded up to whole pieces (--host-chunk-mib at most); "
         "0: piece by piece as they grow.",
         unit="GiB",
     )

@@ -85,5 +85,5 @@ def _host_limit(config: EngineConfig, sides: Sequence[Side]) -> Limit:
     locked = sum(tier.pool.capacity * tier.shape.extent_bytes for tier in tiers)
     if tiers and config.host_kv_gib:
         each = " for each device" if len(tiers) > 1 else ""
-        return Limit(HOST, locked, f"--host-kv-gib {config.host_kv_gib:g}{each}, in whole pieces of {config.host_chunk_mib} MiB")
+        return Limit(HOST, locked, f"--host-kv-gib {config.host_kv_gib:g}{each}, rounded up to whole pieces")
     return Limit(HOST, int(available_bytes() * SHARE) + locked, f"{SHARE:g} of the host RAM that is available; --host-kv-gib sets it")
