@@ -175,7 +175,7 @@ def test_objects_are_the_same_bytes_when_built_in_another_directory(tmp_path: Pa
     (copy / "glm53" / "ops").mkdir(parents=True)
     for name in ("__init__.py", "ops/__init__.py", "ops/args.py", "ops/history_args.py", "ops/step_args.py", "ops/pair_args.py", "ops/mtp_args.py"):
         shutil.copy(ROOT / "glm53" / name, copy / "glm53" / name)
-    archs = [arch for arch in ("gfx1100", "sm_90") if arch in manifest()["objects"]]
+    archs = [arch for arch in ("gfx1100", "sm_90") if arch in manifest()["objects"]][:1]  # a minute each; all are built by the same rules
     environment = os.environ | {"GLM53_ARCHS": ",".join(archs) or "none"}
     for command in ([cmake, "-S", copy / "hipsrc", "-B", copy / "build"], [cmake, "--build", copy / "build", "--target", "code_objects"]):
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
