@@ -7,6 +7,7 @@ limits and may take 0.1 s, so it does not belong on an event loop. Knows no mode
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokens, text, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False))
         if matcher.is_error():
             raise InputError(f"the grammar or schema is not supported: {_short(matcher.get_error())}")
+        _next_mask(matcher.deep_copy())  # refused now, not behind a thinking that goes first
         return matcher
 
     @cached_property
@@ -147,9 +149,7 @@ class GrammarConstraint:
         return False
 
     def _next(self) -> np.ndarray:
-        bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise InputError(f"the grammar is too complex: {_short(self._matcher.get_error())}; next: a simpler schema")
+        bits = _next_mask(self._matcher)
         return np.frombuffer(bits.ljust(4 * self._words, b"\0")[: 4 * self._words], np.uint32)
 
 
@@ -197,5 +197,18 @@ def _check_unicode(text: str) -> None:
         raise InputError(f"the grammar is not valid Unicode: lone surrogate at character {error.start}") from None
 
 
+def _next_mask(matcher: LLMatcher) -> bytes:
+    """The bits of the tokens that may be next. Raises InputError where there are none, or it is too much to find them."""
+    bits = matcher.compute_bitmask()
+    if matcher.is_error():
+        error = _short(matcher.get_error())
+        reason = "no text can be complete under it, or it refers to itself without end" if error == "NoExtensionBias" else error
+        raise InputError(f"the grammar or schema is too complex: {reason}; next: a simpler one")
+    return bits
+
+
 def _short(error: str) -> str:
-    return " ".join(error.split())[:600]
+    """llguidance's message without what it shows of the text that we made for it."""
+    said = re.split(r"\n\s*\d+ \| ", error)[0].replace("<non-verbose/>", "")
+    said = re.sub(r'^(at \d+\(\d+\): failed to compile JSON schema: |at 1\(8\): |failed to parse "%json": )', "", said.strip())
+    return " ".join(said.split())[:600]

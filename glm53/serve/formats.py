@@ -49,7 +49,7 @@ def _response_format(fields: Fields) -> Format | None:
 
 def _structured(fields: Fields) -> Format | None:
     given = fields.inner("structured_outputs")
-    asked = [name for name in KINDS if given.has(name) and given.values[name] is not False]
+    asked = [name for name in KINDS if _asks(given, name, name)]
     other = sorted(name for name in given.values if name not in KINDS and given.has(name))
     if other:
         given.refuse(other[0], f"known are {', '.join(KINDS)}", (False, ""))
@@ -59,8 +59,13 @@ def _structured(fields: Fields) -> Format | None:
 
 
 def _guided(fields: Fields) -> list[Format]:
-    names = [kind for kind in KINDS if fields.has(f"guided_{kind}") and fields.values[f"guided_{kind}"] is not False]
+    names = [kind for kind in KINDS if _asks(fields, f"guided_{kind}", kind)]
     return [_format(kind, fields.values[f"guided_{kind}"], fields, f"guided_{kind}") for kind in names]
+
+
+def _asks(fields: Fields, name: str, kind: str) -> bool:
+    """Whether a field is there and asks for a form: false asks for none where it is a flag, and is wrong elsewhere."""
+    return fields.has(name) and not (kind == "json_object" and fields.values[name] is False)
 
 
 def _format(kind: str, value: Any, fields: Fields, name: str) -> Format:

@@ -257,7 +257,9 @@ def _tools() -> Schema:
 
 def _tool_choice() -> Schema:
     one = _object({"type": {"const": "function"}, "function": _object({"name": STRING}, closed=False)}, closed=False)
-    return {"tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, one]}, "parallel_tool_calls": FLAG}
+    some = _object({"mode": {"enum": ["auto", "required"]}, "tools": _array(one) | {"minItems": 1, "maxItems": TOOLS_MAX}}, closed=False)
+    allowed = _object({"type": {"const": "allowed_tools"}, "allowed_tools": some}, closed=False)
+    return {"tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, one, allowed]}, "parallel_tool_calls": FLAG}
 
 
 def _formats() -> Schema:

@@ -28,6 +28,26 @@ SAMPLING = {
 }
 TIMEOUT_S = Span(0.0, 7 * 86400.0, low_open=True)
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields that ask for what the server cannot do: why it refuses them, and values that ask for nothing.
+REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "frequency_penalty": ("use repetition_penalty", (0, 0.0)),
+    "presence_penalty": ("use repetition_penalty", (0, 0.0)),
+    "logit_bias": ("token ids are drawn as the model weighs them", ({},)),
+    "allowed_token_ids": ("use guided_regex or guided_choice, which bound the text", ()),
+    "bad_words": ("use guided_regex, which bounds the text, or stop", ([],)),
+    "min_tokens": ("use ignore_eos", (0,)),
+    "use_beam_search": ("tokens are drawn", (False,)),
+    "prompt_logprobs": ("logprobs are those of the new tokens", ()),
+    "truncate_prompt_tokens": ("send the prompt as it is to be read", ()),
+    "echo": ("the answer holds the new text alone", (False,)),
+}
+CHAT_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "continue_final_message": ("a reply begins anew; render the text and use /v1/completions", (False,)),
+    "add_generation_prompt": ("a reply is always asked for; render the text and use /v1/completions", (True,)),
+    "include_reasoning": ("leave reasoning_content unread, or ask for reasoning_effort none", (True,)),
+    "modalities": ("the model writes text alone", (["text"], [])),
+}
+COMPLETION_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {"suffix": ("the model continues texts, it does not fill gaps", ("",))}
 # reasoning_effort of the OpenAI API to the template's variables: GLM-5.3 knows low, high and max, earlier ones enable_thinking.
 EFFORTS: dict[str, dict[str, Any]] = {
     "none": {"reasoning_effort": "low", "enable_thinking": False},
@@ -88,6 +108,7 @@ def chat_call(body: Mapping[str, Any], defaults: SamplingParams, choices_max: in
     if top and not with_logprobs:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
     common = _common(fields, defaults, "max_completion_tokens", choices_max)
+    _refuse(fields, CHAT_REFUSED)
     messages = [_message(fields, index, one) for index, one in enumerate(_list(fields, "messages"))]
     common["format"] = _with_tools(common["format"], use)
     settings = _template_settings(fields) | ({} if use is None else {"tools": use.given})
@@ -110,8 +131,7 @@ def _with_tools(asked: Format | None, use: ToolUse | None) -> Format | None:
 def completion_call(body: Mapping[str, Any], defaults: SamplingParams, choices_max: int = CHOICES_MAX) -> CompletionCall:
     """Reads a body of `/v1/completions`. Raises ApiError 400."""
     fields = Fields(body)
-    fields.refuse("echo", "the answer holds the new text alone", (False,))
-    fields.refuse("suffix", "the model continues texts, it does not fill gaps", ("",))
+    _refuse(fields, COMPLETION_REFUSED)
     logprobs = fields.integer("logprobs", 0, LOGPROBS_MAX)
     common = _common(fields, defaults, "max_tokens", choices_max)
     fields.refuse("best_of", "give n", (common["n"], 1))
@@ -136,11 +156,7 @@ def tokenize_call(body: Mapping[str, Any]) -> tuple[str | None, list[dict[str, A
 
 def _common(fields: Fields, defaults: SamplingParams, newer: str, choices_max: int) -> dict[str, Any]:
     """What chat and completions share. newer: of the two names of max_tokens the one that wins."""
-    for name in ("frequency_penalty", "presence_penalty"):
-        fields.refuse(name, "use repetition_penalty", (0, 0.0))
-    fields.refuse("logit_bias", "token ids are drawn as the model weighs them", ({},))
-    fields.refuse("min_tokens", "use ignore_eos", (0,))
-    fields.refuse("use_beam_search", "tokens are drawn", (False,))
+    _refuse(fields, REFUSED)
     options = fields.inner("stream_options")
     stream = fields.flag("stream")
     if options.values and not stream:
@@ -159,6 +175,11 @@ def _common(fields: Fields, defaults: SamplingParams, newer: str, choices_max: i
         "session_id": fields.text("session_id"),
         "format": read_format(fields),
     }
+
+
+def _refuse(fields: Fields, refused: Mapping[str, tuple[str, tuple[object, ...]]]) -> None:
+    for name, (why, harmless) in refused.items():
+        fields.refuse(name, why, harmless)
 
 
 def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
@@ -186,7 +207,8 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 
 def _template_settings(fields: Fields) -> dict[str, Any]:
-    """Variables of the chat template: chat_template_kwargs, and what reasoning_effort stands for if it is given."""
+    """Variables of the chat template: chat_template_kwargs, and what reasoning_effort stands for if it is given. `"enable_thinking": false` there, as
+    users of vLLM switch thinking off, is the effort none, whatever else is asked."""
     given = dict(fields.inner("chat_template_kwargs").values)
     taken = {"self", "messages", "tools", "add_generation_prompt"} & given.keys()
     if taken:
@@ -194,6 +216,8 @@ def _template_settings(fields: Fields) -> dict[str, Any]:
     effort = fields.text("reasoning_effort")
     if effort is not None and effort not in EFFORTS:
         raise fields.wrong("reasoning_effort", "one of " + ", ".join(EFFORTS))
+    if given.get("enable_thinking") is False:
+        effort = "none"
     return given | ({} if effort is None else EFFORTS[effort])
 
 

@@ -10,12 +10,13 @@ from glm53.serve.fields import ApiError, Fields
 from glm53.serve.tools import NAME_LENGTH_MAX, Tool, ToolParser
 
 TOOLS_MAX = 1024
+CHOICE = 'none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}'
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """given: the tools as the chat template gets them. parsed: calls are looked for in the text. forced: the text has to be calls of these; empty: it
-    need not. parallel: it may have more than one."""
+    """given: the tools as the chat template gets them. tools: those that may be called. parsed: calls are looked for in the text. forced: the text
+    has to be calls of these; empty: it need not. parallel: it may have more than one."""
 
     given: list[dict[str, Any]]
     tools: tuple[Tool, ...]
@@ -39,18 +40,18 @@ def read_tools(fields: Fields) -> ToolUse | None:
     if twice is not None:
         raise ApiError(f"tools: two of them have the name {twice!r}", param="tools")
     choice = fields.values.get("tool_choice")
-    named = _named(fields, choice) if isinstance(choice, dict) else None
-    if named is None and choice not in (None, "none", "auto", "required"):
-        raise fields.wrong("tool_choice", 'none, auto, required or {"type": "function", "function": {"name": ...}}')
+    mode, allowed = _choice(fields, choice)
     parallel = fields.flag("parallel_tool_calls", True)
     if not tools:
-        if named is not None or choice == "required":
+        if allowed is not None or mode == "required":
             raise ApiError("tool_choice asks for a call and there are no tools", param="tool_choice")
         return None
-    if named is not None and named not in names:
-        raise ApiError(f"tool_choice: no tool has the name {named[:200]!r}; the tools are {', '.join(names)[:500]}", param="tool_choice")
-    forced = tools if choice == "required" else tuple(tool for tool in tools if tool.name == named)
-    return ToolUse(list(given), tools, choice != "none", forced, parallel and named is None)
+    missing = next((name for name in allowed or () if name not in names), None)
+    if missing is not None:
+        raise ApiError(f"tool_choice: no tool has the name {missing[:200]!r}; the tools are {', '.join(names)[:500]}", param="tool_choice")
+    usable = tools if allowed is None else tuple(tool for tool in tools if tool.name in allowed)
+    only_one = isinstance(choice, dict) and choice.get("type") == "function"
+    return ToolUse(list(given), usable, mode != "none", usable if mode == "required" else (), parallel and not only_one)
 
 
 def _tool(one: Fields) -> Tool:
@@ -65,9 +66,22 @@ def _tool(one: Fields) -> Tool:
     return Tool(name, parameters)
 
 
-def _named(fields: Fields, choice: Mapping[str, Any]) -> str:
-    function = choice.get("function")
+def _choice(fields: Fields, choice: object) -> tuple[str, list[str] | None]:
+    """none, auto or required, and names of the tools that may be called, None: all."""
+    if choice is None or (isinstance(choice, str) and choice in ("none", "auto", "required")):
+        return str(choice or "auto"), None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return "required", [_name(fields, choice)]
+    inner = choice.get("allowed_tools") if isinstance(choice, dict) and choice.get("type") == "allowed_tools" else None
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not 0 < len(tools) <= TOOLS_MAX:
+        raise fields.wrong("tool_choice", CHOICE)
+    return str(mode), [_name(fields, one) for one in tools]
+
+
+def _name(fields: Fields, one: object) -> str:
+    function = one.get("function") if isinstance(one, Mapping) and one.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise fields.wrong("tool_choice", 'none, auto, required or {"type": "function", "function": {"name": ...}}')
+    if not isinstance(name, str):
+        raise fields.wrong("tool_choice", CHOICE)
     return name

@@ -149,6 +149,28 @@ def test_a_required_call_is_made_and_fits(client: Any, seed: int) -> None:
         assert [call[1:] for call in calls] == [("move", choice.message.tool_calls[0].function.arguments)]
 
 
+def test_allowed_tools_are_a_choice_among_all(client: Any) -> None:
+    allowed = lambda mode: {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": "pass-turn"}}]},
+    }
+    for seed in SEEDS:
+        choice: Any = allowed("required")
+        message = chat(client, seed=seed, tools=[FREE_MOVE, PASS], tool_choice=choice, parallel_tool_calls=False).choices[0].message
+        assert [call.function.name for call in message.tool_calls] == ["pass-turn"]
+    asked: dict[str, Any] = {"seed": 3, "tools": [FREE_MOVE, PASS], "extra_body": {"guided_grammar": SAID}}
+    assert chat(client, **asked).choices[0].message.tool_calls
+    assert chat(client, **asked, tool_choice=allowed("auto")).choices[0].message.tool_calls is None
+
+
+def test_a_schema_that_only_forced_calls_must_keep(client: Any) -> None:
+    parameters = {"type": "object", "anyOf": [{"required": ["piece"]}]}
+    tool: Any = {"type": "function", "function": {"name": "move", "parameters": parameters}}
+    assert chat(client, seed=1, tools=[tool], max_tokens=2).choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match=r"anyOf.*'move'"):
+        chat(client, seed=1, tools=[tool], tool_choice="required")
+
+
 def test_several_calls_may_be_required(client: Any) -> None:
     choice = chat(client, seed=1, tools=[PASS], tool_choice="required", max_tokens=60).choices[0]
     check_calls(choice.message)

@@ -128,6 +128,66 @@ def test_every_forced_call_fits_its_tool(parameters: dict[str, Any], grammars: G
     assert found > 2
 
 
+ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+EITHER = [{"required": ["a"]}, {"required": ["b"]}]
+LOOP = {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}
+
+
+def text_argument(**schema: Any) -> dict[str, Any]:
+    return {"properties": {"t": {"type": "string", **schema}}}
+
+
+@pytest.mark.parametrize(
+    ("keyword", "parameters"),
+    [
+        ("allOf", ARGUMENTS | {"allOf": EITHER}),
+        ("anyOf", ARGUMENTS | {"anyOf": EITHER}),
+        ("oneOf", ARGUMENTS | {"oneOf": EITHER}),
+        ("not", ARGUMENTS | {"not": {"required": ["a"]}}),
+        ("not", ARGUMENTS | {"not": {}}),
+        ("if", ARGUMENTS | {"if": EITHER[0], "then": EITHER[1]}),
+        ("minProperties", ARGUMENTS | {"minProperties": 2, "required": ["a"]}),
+        ("maxProperties", ARGUMENTS | {"maxProperties": 1}),
+        ("dependentRequired", ARGUMENTS | {"dependentRequired": {"a": ["b"]}}),
+        ("patternProperties", ARGUMENTS | {"patternProperties": {"^a": {"minimum": 3}}}),
+        ("type", ARGUMENTS | {"type": "array"}),
+        ("type", ARGUMENTS | {"type": ["string", "null"]}),
+        ("required", ARGUMENTS | {"required": ["c"], "additionalProperties": False}),
+        ("$ref", {"$ref": "#/$defs/A", "required": ["a"], "$defs": {"A": ARGUMENTS}}),
+        ("$ref", {"$ref": "#/$defs/B", "$defs": {"A": ARGUMENTS}}),
+        ("$ref", LOOP),
+        ("$ref", {"properties": {"next": {"type": "array", "items": {"$ref": "#"}}}}),
+        ("allOf", text_argument(allOf=[{"minLength": 1}, {"maxLength": 2}])),
+        ("not", text_argument(**{"not": {"const": "a"}})),
+        ("maxLength", text_argument(enum=["abc"], maxLength=2)),
+        ("pattern", text_argument(anyOf=[{"minLength": 3}, {"const": "x"}], pattern="x")),
+        ("oneOf", text_argument(oneOf=[{"minLength": 1}, {"const": "x"}])),
+    ],
+)
+def test_what_a_call_cannot_be_held_to_is_refused(keyword: str, parameters: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="'mover'") as raised:
+        calls_grammar([Tool("mover", parameters)], True)
+    assert keyword in str(raised.value) and "not supported" in str(raised.value)
+
+
+def test_what_a_schema_says_beside_its_arguments_holds(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Keywords that forbid nothing which the grammar allows, and arguments that only `required` and `additionalProperties` know of."""
+    call = lambda *arguments: "<tool_call>f" + "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in arguments) + "</tool_call>"
+    parameters = ARGUMENTS | {
+        "required": ["a", "c"],
+        "minProperties": 2,
+        "maxProperties": 3,
+        "additionalProperties": {"type": "boolean"},
+        "title": "F",
+    }
+    grammar = calls_grammar([Tool("f", {"$ref": "#/$defs/F", "$defs": {"F": parameters}})], False)
+    for arguments, fits in (((("a", 1), ("c", "true")), True), ((("a", 1), ("b", "x"), ("c", "true")), True), ((("a", 1), ("c", 5)), False)):
+        assert takes(grammars.constraint(grammar), tokenizer, call(*arguments)) == fits
+    grammar = calls_grammar([Tool("f", text_argument(oneOf=[{"const": "x"}, {"enum": ["y", "z"]}]) | {"type": ["object", "null"]})], False)
+    for value, fits in (("y", True), ("a", False)):
+        assert takes(grammars.constraint(grammar), tokenizer, call(("t", value))) == fits
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(min_size=1, max_size=8), other=st.text(min_size=1, max_size=8))
 def test_a_literal_is_itself_alone(text: str, other: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -202,7 +262,7 @@ def test_what_cannot_be_is_refused_soon(grammars: Grammars) -> None:
     for grammar in refused:
         with pytest.raises(InputError):
             grammars.constraint(grammar)
-    calls_grammar([Tool("f", {"properties": {"a": wide}, **wide})], True)  # whatever becomes of it
+    calls_grammar([Tool("f", {"properties": {"a": wide}, "$defs": wide["$defs"]})], True)  # whatever becomes of it
     assert time.monotonic() - began < 5
     with pytest.raises(InputError, match="neither Lark nor GBNF"):
         lark_of("root ::= (")

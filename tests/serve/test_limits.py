@@ -25,6 +25,16 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 UNKNOWN = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "objekt"}}, "required": ["a"]}}}
 
 
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}}
+
+
+def topped(**keywords: Any) -> dict[str, Any]:
+    """A call that must be made of a tool whose parameters say more."""
+    function = TOOL["function"]
+    tool = {"type": "function", "function": {**function, "parameters": function["parameters"] | keywords}}  # type: ignore[dict-item,index]
+    return {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+
+
 def schema_of(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
@@ -72,6 +82,10 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "sometimes"}, 400, "tool_choice"),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, 400, "tool_choice"),
     (CHAT, {"messages": MESSAGES, "tools": [UNKNOWN], "tool_choice": "required"}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": ALLOWED}, 400, "tool_choice"),
+    (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, 400, "tool_choice"),
+    (CHAT, topped(anyOf=[{"required": ["a"]}]), 400, "tools"),
+    (CHAT, topped(type="array"), 400, "tools"),
     (CHAT, {"messages": MESSAGES, "functions": [{"name": "f"}]}, 400, "functions"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format.type"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
@@ -81,6 +95,9 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"messages": MESSAGES, "guided_regex": "("}, 400, "guided_regex"),
     (CHAT, {"messages": MESSAGES, "guided_choice": []}, 400, "guided_choice"),
     (CHAT, {"messages": MESSAGES, "guided_json": "{"}, 400, "guided_json"),
+    (CHAT, {"messages": MESSAGES, "guided_json": False}, 400, "guided_json"),
+    (CHAT, {"messages": MESSAGES, "guided_json": {"$ref": "#"}}, 400, "guided_json"),
+    (CHAT, {"messages": MESSAGES, "structured_outputs": {"json": False}}, 400, "structured_outputs.json"),
     (CHAT, {"messages": MESSAGES, "guided_grammar": "root ::= ("}, 400, "guided_grammar"),
     (CHAT, {"messages": MESSAGES, "structured_outputs": {"json": {}, "regex": "a"}}, 400, "structured_outputs"),
     (CHAT, {"messages": MESSAGES, "structured_outputs": {"colour": "red"}}, 400, "structured_outputs.colour"),
@@ -88,6 +105,16 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "huge"}, 400, "reasoning_effort"),
     (COMPLETIONS, {"prompt": "x", "response_format": schema_of({"type": "objekt"})}, 400, "response_format.json_schema.schema"),
     (CHAT, {"messages": MESSAGES, "presence_penalty": 1}, 400, "presence_penalty"),
+    (CHAT, {"messages": MESSAGES, "echo": True}, 400, "echo"),
+    (CHAT, {"messages": MESSAGES, "allowed_token_ids": [5]}, 400, "allowed_token_ids"),
+    (CHAT, {"messages": MESSAGES, "bad_words": ["x"]}, 400, "bad_words"),
+    (CHAT, {"messages": MESSAGES, "continue_final_message": True}, 400, "continue_final_message"),
+    (CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, 400, "add_generation_prompt"),
+    (CHAT, {"messages": MESSAGES, "include_reasoning": False}, 400, "include_reasoning"),
+    (CHAT, {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities"),
+    (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 4}, 400, "truncate_prompt_tokens"),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [5]}, 400, "allowed_token_ids"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}]}, 400, "messages[0].tool_calls"),
     (COMPLETIONS, {}, 400, "prompt"),
@@ -118,6 +145,28 @@ def test_bad_requests(served: Served, path: str, body: Any, status: int, param: 
     error = answer["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["param"] == param and error["message"]
     assert served.loop.load() == Load(0, 0)
+
+
+def test_what_asks_for_nothing_is_fine(served: Served) -> None:
+    nothing = {"echo": False, "bad_words": [], "allowed_token_ids": None, "continue_final_message": False, "add_generation_prompt": True}
+    more = {"include_reasoning": True, "modalities": ["text"], "guided_json_object": False, "prompt_logprobs": None, "max_tokens": 1}
+    assert served.request("POST", CHAT, {"messages": MESSAGES} | nothing | more)[0] == 200
+
+
+def test_refusals_say_what_helps(served: Served) -> None:
+    """Neither the grammar that stands for a schema nor llguidance's names for its troubles."""
+    for schema, said in (
+        ({"$ref": "#"}, "refers to itself without end"),
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "objekt"}, "Invalid type: objekt"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+    ):
+        for effort in ("none", "high"):  # also where a thinking goes before
+            body = {"messages": MESSAGES, "reasoning_effort": effort, "response_format": schema_of(schema), "max_tokens": 4}
+            status, _, answer = served.request("POST", CHAT, body)
+            message = answer["error"]["message"]
+            assert status == 400 and said in message, answer
+            assert not any(word in message for word in ("x-guidance", "%json", "start:", "NoExtensionBias", "verbose")), message
 
 
 JSON = st.recursive(

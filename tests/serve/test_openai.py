@@ -116,6 +116,13 @@ def test_reasoning_efforts_are_those_of_the_template(served: Served, client: Any
     for effort, word in words.items():
         _, _, told = served.request("POST", "/tokenize", {"messages": MESSAGES, "reasoning_effort": effort})
         assert told["tokens"] == chat_ids(served, reasoning_effort=word.lower())
+    off = {"chat_template_kwargs": {"enable_thinking": False}}  # vLLM's way to say none
+    assert served.request("POST", "/tokenize", {"messages": MESSAGES} | off)[2]["tokens"] == chat_ids(served, reasoning_effort="low")
+    replies = [
+        client.chat.completions.create(model=NAME, messages=MESSAGES, temperature=0, max_tokens=8, **asked)
+        for asked in ({"reasoning_effort": "none"}, {"extra_body": off}, {"reasoning_effort": "high", "extra_body": off})
+    ]
+    assert replies[0].choices == replies[1].choices == replies[2].choices
     with pytest.raises(openai.BadRequestError, match="none, minimal, low, medium, high, xhigh, max"):
         client.chat.completions.create(model=NAME, messages=MESSAGES, reasoning_effort="some")
 

@@ -23,8 +23,7 @@ from glm53.serve.session_files import SessionFiles
 
 EXAMPLES = 12  # an operation
 # Fields of a call that are read to be refused: asking for what is not there must not pass in silence.
-REFUSED = {"frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "use_beam_search", "echo", "suffix", "best_of"}
-REFUSED |= {"functions", "function_call"}
+REFUSED = {*protocol.REFUSED, *protocol.CHAT_REFUSED, *protocol.COMPLETION_REFUSED, "best_of", "functions", "function_call"}
 
 
 @pytest.fixture(scope="module")
