@@ -11,7 +11,7 @@ from typing import Any
 from glm53.request import Chunk, TokenLogprob
 from glm53.serve.reasoning import Splitter
 from glm53.serve.tools import CallPart, ToolParser
-from glm53.tokenizer import Tokenizer
+from glm53.tokenizer import StreamDecoder, Tokenizer
 
 LOGPROB_MIN = -9999.0  # JSON has no infinity; the value that vLLM sends
 
@@ -178,7 +178,7 @@ class CompletionForm(Form):
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, with_logprobs: bool):
         super().__init__(model, tokenizer, with_logprobs)
-        self._offsets: dict[int, int] = {}  # characters of a choice whose logprobs were sent
+        self._read: dict[int, tuple[StreamDecoder | None, int]] = {}  # of each choice: its bytes so far, and their characters
 
     def piece(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         logprobs = self._logprobs(choice.index, piece.logprobs)
@@ -196,15 +196,30 @@ class CompletionForm(Form):
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self.with_logprobs or not logprobs:
             return None
-        tokens = [self._token(one.token_id)[0] for one in logprobs]
-        offsets, at = [], self._offsets.get(index, 0)
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
-        self._offsets[index] = at
         return {
-            "tokens": tokens,
+            "tokens": [self._name(one.token_id) for one in logprobs],
             "token_logprobs": [max(one.logprob, LOGPROB_MIN) for one in logprobs],
-            "top_logprobs": [{self._token(token)[0]: max(value, LOGPROB_MIN) for token, value in one.top} for one in logprobs],
-            "text_offset": offsets,
+            "top_logprobs": [self._top(one) for one in logprobs],
+            "text_offset": self._text_offsets(index, logprobs),
         }
+
+    def _name(self, token_id: int) -> str:
+        """A token's text; its bytes as OpenAI and vLLM write them, `bytes:\\xe2\\x80`, where they are no text."""
+        text, raw = self._token(token_id)
+        return text if text.encode("utf-8") == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _top(self, one: TokenLogprob) -> dict[str, float]:
+        """The most probable tokens, and the drawn one; of two with one name the drawn or the more probable."""
+        top = {self._name(token): max(value, LOGPROB_MIN) for token, value in reversed(one.top)}
+        return dict(reversed(top.items())) | {self._name(one.token_id): max(one.logprob, LOGPROB_MIN)}
+
+    def _text_offsets(self, index: int, logprobs: Sequence[TokenLogprob]) -> list[int]:
+        """Where in the text each token begins; a token within a character, where that one does."""
+        fresh = None if self.tokenizer is None else StreamDecoder(self.tokenizer)
+        decoder, at = self._read.get(index, (fresh, 0))
+        offsets = []
+        for one in logprobs:
+            offsets.append(at)
+            at += 0 if decoder is None else len(decoder.push(one.token_id))
+        self._read[index] = decoder, at
+        return offsets

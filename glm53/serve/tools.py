@@ -7,7 +7,8 @@ JSON of a type that the schema knows is a string too.
 
 What is not a call comes back as content: a call of a tool that was not declared, and one that ends within its name. A call whose name has been read
 is a call from then on, in a stream as in a whole answer; if its text ends too early, its arguments end there, as cut-off JSON, and the finish reason
-is not "tool_calls".
+is not "tool_calls". String arguments are given on as they come, others once they have ended, or the text has: a value that can be no string is then
+cut off where the text is, while one that might be a string or not is left out.
 """
 
 from __future__ import annotations
@@ -171,6 +172,8 @@ class ToolParser:
             self._content.append(self._space + CALL_OPEN + self._held)
         elif self._state is _State.TEXT and (self._held.strip() or not self._count):
             self._content.append(self._held)
+        elif self._state is _State.VALUE and self._key is not None and self._tool is not None and "string" not in self._tool.types(self._key):
+            self._argue(self._held[: len(self._held) - _overlap(self._held, VALUE_CLOSE)].strip())
         self._held = ""
         return self._take()
 

@@ -136,6 +136,34 @@ def test_completion_logprobs(client: Any) -> None:
     )
 
 
+def test_completion_logprobs_of_any_token(served: Served, client: Any) -> None:
+    """The drawn token is among the top ones wherever it ranks; tokens that are parts of characters have names of their own and begin where their
+    character does."""
+    word = "é€😀x"
+    tokenizer = served.engine.tokenizer
+    assert tokenizer is not None
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 40}
+    parts: list[Any] = []
+    for stream in (False, True):
+        extra = {"guided_choice": [word]}
+        reply = client.completions.create(**asked, logprobs=1, stream=stream, extra_body=extra)
+        found = [one.choices[0].logprobs for one in reply if one.choices and one.choices[0].logprobs] if stream else [reply.choices[0].logprobs]
+        parts.append(
+            [[entry for one in found for entry in getattr(one, name)] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")]
+        )
+    tokens, values, tops, offsets = parts[0]
+    assert parts[1] == parts[0]
+    raw = [bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:\\x") else token.encode() for token in tokens]
+    assert b"".join(raw) == word.encode() and len(set(tokens)) > 3 and any(token.startswith("bytes:") for token in tokens)
+    assert all(top[token] == value and len(top) <= 2 for token, value, top in zip(tokens, values, tops, strict=True))
+    assert any(len(top) == 2 for top in tops)  # nothing makes this text probable
+    for index, offset in enumerate(offsets):
+        before = b"".join(raw[:index])
+        assert offset == len(before.decode(errors="ignore"))
+    for one in client.completions.create(**asked, logprobs=0).choices[0].logprobs.top_logprobs:
+        assert len(one) == 1
+
+
 def test_rows_of_an_open_session_count_as_cached(served: Served, client: Any) -> None:
     ids = served.engine.encode(PROMPT + " there was a man, and there was a woman; " * 12)
     assert 130 < len(ids) < 480

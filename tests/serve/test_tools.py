@@ -137,6 +137,25 @@ def test_calls_that_end_too_early_keep_what_they_have() -> None:
             assert content == whole[:end] and not parser.inside
 
 
+def test_what_came_of_a_value_that_is_no_string_is_kept() -> None:
+    """An object, a number and a flag are cut off where the text is; what might be a string, or is a key that came before, says nothing."""
+    where = '{"lat": 1.5, "tags": ["a"]}'
+    whole = call_text("get_weather", ("where", where), ("days", "12"))
+    seen = set()
+    for end in range(len(whole)):
+        for pieces in ([whole[:end]], list(whole[:end])):
+            calls = read(pieces)[1]
+            if calls:
+                assert f'{{"where": {where}, "days": 12}}'.startswith(calls[0][1]), whole[:end]
+                seen.add(calls[0][1])
+    assert {'{"where": {"lat": 1.5, "ta', f'{{"where": {where}, "days": 1'} <= seen
+    for key in ("note", "extra"):
+        cut = call_text("get_weather", (key, "12"))
+        assert read([cut[: cut.index("12") + 2]])[1] == [("get_weather", f'{{"{key}": ')]
+    twice = call_text("get_weather", ("days", "1"), ("days", "2"))
+    assert read([twice[: twice.rindex("2") + 1]])[1] == [("get_weather", '{"days": 1')]
+
+
 def test_damaged_calls_are_read_as_far_as_they_make_sense() -> None:
     key = f"{KEY_OPEN}days{KEY_CLOSE}"
     for damaged in (
