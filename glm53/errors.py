@@ -54,6 +54,10 @@ class InUse(LifetimeError):
     """A session is another call's or request's until that has ended."""
 
 
+class WouldCut(InputError):
+    """A request's prompt has not the text of the session that it continues, and may not cut it."""
+
+
 class HipError(Glm53Error):
     """A HIP call failed. Carries the call's name, the code and the runtime's text."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,7 +68,7 @@ class Completion:
 class Lender(Protocol):
     """What a request needs of the session that it continues; see `glm53.session.Session`."""
 
-    def lend(self, prompt: Sequence[int]) -> tuple[int, int]: ...
+    def lend(self, prompt: Sequence[int], may_cut: bool, begin: Callable[[], tuple[int, int]] | None) -> tuple[int, int]: ...
     def take_back(self, slot: int | None, parked: Parked | None, tokens: Sequence[int], prompt_rows: int, sampling: SamplingParams) -> None: ...
     def lost(self) -> None: ...
 
@@ -93,6 +93,7 @@ class Request:
     deadline: float | None = None  # `time.monotonic()` at which it ends, if it has not
     owner: str = ""  # rows are shared between requests of one owner alone
     session: Lender | None = None  # whose history it continues and leaves its rows to; None: a history of its own
+    may_cut: bool = True  # rows of the session's prompts that its own does not have
 
     @property
     def kept_rows(self) -> int:

@@ -106,10 +106,16 @@ class Served(Batch):
     def _start(self, action: Start) -> None:
         engine, request = self.engine, self.by_serial[action.serial]
         engine.decoder.settle()
-        if request.session is not None:
-            if action.kept is not None:
-                self._named.pop(action.kept, None)
-            request.slot, request.reused_rows = request.session.lend(request.prompt)
+        if isinstance(request.session, Session):
+            key = _key(request.session)
+            self._named.pop(key, None)
+            anew = action.parent is not None or action.kept not in (None, key)
+            begin = (lambda: (self._source(action), action.rows)) if anew else None
+            try:
+                request.slot, request.reused_rows = request.session.lend(request.prompt, request.may_cut, begin)
+            finally:
+                if action.take and action.kept in self._kept:  # it was not begun with
+                    self._drop(Drop(action.kept))
         else:
             request.slot, request.reused_rows = self._source(action), action.rows
         engine._mark_prompt(request)

@@ -17,7 +17,7 @@ import numpy as np
 
 from glm53 import persist
 from glm53.config import EngineConfig
-from glm53.errors import DeviceLost, InputError, InUse, LifetimeError
+from glm53.errors import DeviceLost, InputError, InUse, LifetimeError, WouldCut
 from glm53.hip import Array, Device
 from glm53.model.decode import Decoder, StepRow
 from glm53.model.sampler import Drawn
@@ -59,6 +59,7 @@ class SessionEngine(Protocol):
     def _held(self, session: Session) -> Session: ...
 
 
+TAIL_ROWS = 16  # at the end of a prompt, whose tokens may be others as soon as text follows
 _SERIALS = itertools.count()
 
 
@@ -207,10 +208,12 @@ class Session:
 
     # A request that continues it
 
-    def lend(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The history becomes that of a request with this prompt: rows of other tokens are cut, and the last token's row too. The slot, resumed if it
-        was parked, and the rows that are left. Until `take_back` other calls raise LifetimeError. Raises InUse for a session at work, InputError for
-        one that has ended; else as `resume` and `truncate`, with the session at rest."""
+    def lend(self, prompt: Sequence[int], may_cut: bool, begin: Callable[[], tuple[int, int]] | None) -> tuple[int, int]:
+        """The history becomes that of a request with this prompt: rows of other tokens are cut, and the last token's row too; more prompt rows than
+        the last few only with `may_cut`. The slot, resumed if it was parked, and the rows that are left. begin: opens a history of first prompt rows
+        that takes the place of this one, which is parked and empty; its slot and rows. Until `take_back` other calls raise LifetimeError. Raises
+        InUse for a session at work, WouldCut, InputError for one that has ended; else as `resume`, `truncate` and `begin`, with the session at
+        rest."""
         engine = self._engine
         with engine._turn:
             engine._check_open()
@@ -218,6 +221,15 @@ class Session:
                 raise InputError(f"the session is {self.state.value}; next: open another one")
             if self._saves or self.state not in (SessionState.CREATED, SessionState.READY, SessionState.PARKED):
                 raise InUse(f"the session is {self.state.value}; next: wait for it, or fork it")
+            shared = common_rows(self._tokens, prompt)
+            if self._prompt_rows - shared > min(TAIL_ROWS, (self._prompt_rows + 1) // 2) and not may_cut:
+                raise WouldCut(
+                    f"the session has {self.rows} rows, the first {self._prompt_rows} of them of prompts, and this prompt shares {shared}; the "
+                    "others would be cut: a prompt is the whole text from its beginning, not what is new; next: send that, begin another session "
+                    "or a fork, or permit the cut with session_cut: true"
+                )
+            if begin is not None:
+                self._begin(prompt, begin)
             if self._parked is not None:
                 self._resume()
             self._drop_ahead()
@@ -228,6 +240,15 @@ class Session:
             self._life.go(SessionState.PREFILLING, "request")
             self.lent = True
             return self.slot, kept
+
+    def _begin(self, prompt: Sequence[int], begin: Callable[[], tuple[int, int]]) -> None:
+        if self._tokens or self._parked is None:
+            raise InUse("another call has given the session rows; next: ask again")
+        slot, rows = begin()
+        self._engine.stage.discard(self._parked)
+        self._slot, self._parked, self._marked = slot, None, None
+        self._tokens, self._prompt_rows = list(prompt[:rows]), rows
+        self._life.rest(rows)
 
     def take_back(self, slot: int | None, parked: Parked | None, tokens: Sequence[int], prompt_rows: int, sampling: SamplingParams) -> None:
         """The request has ended, and its history, open in `slot` or parked, has the rows of the first of `tokens`; what has no row is pending. Rows

@@ -281,7 +281,7 @@ class Scheduler:
 
     def _better(self, client: Client) -> int | None:
         """The request whose prompt under way will soon have more rows of this one's than any history has now."""
-        if client.session is not None:
+        if not self._begins_anew(client):
             return None
         best = 0, -1
         for other in self._running.values():
@@ -296,9 +296,14 @@ class Scheduler:
     def _left(self, client: Client) -> int:
         return len(client.prompt) if client.state is State.STARTING else self._queue.prompt_left(client.serial)
 
+    def _begins_anew(self, client: Client) -> bool:
+        """Whether it may begin with any rows that its prompt has: it continues no session, or one without rows and slot."""
+        own = None if client.session is None else self.shelf.get(client.session)
+        return client.session is None or (own is not None and own.rows == 0 and not own.open)
+
     def _match(self, client: Client) -> tuple[Kept | None, Client | None, int]:
         """What a request begins with: a history at rest or a decoding request, and rows of it."""
-        if client.session is not None:
+        if client.session is not None and not self._begins_anew(client):
             return self.shelf.get(client.session), None, 0
         prompt = client.prompt[:-1]
         kept, rows = self.shelf.longest(client.owner, prompt)
@@ -333,6 +338,8 @@ class Scheduler:
                 self.let_go(kept.key)
             else:
                 self.shelf.use(kept.key)
+        if client.session is not None:
+            self.let_go(client.session)
         self.books.charge(("request", client.serial), self.books.cost(client.rows_max, True))
         return Start(client.serial, rows, kept.key if kept else None, parent.serial if parent else None, takes)
 

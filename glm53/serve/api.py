@@ -284,7 +284,7 @@ class Api:
             if len(asked.requests) > 1:
                 raise ApiError(f"session_id: got {len(asked.requests)} texts at once, wanted one prompt and n 1", param="session_id")
         for one in asked.requests:
-            one.owner, one.session = owner, None if named is None else named.session
+            one.owner, one.session, one.may_cut = owner, None if named is None else named.session, call.session_cut
         return named
 
     def _fitting(self, loop: Loop, asked: Asked) -> Loop:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from glm53.errors import DeviceMemoryError, Glm53Error, InputError, InUse
+from glm53.errors import DeviceMemoryError, Glm53Error, InputError, InUse, WouldCut
 from glm53.request import Chunk, Request
 from glm53.serve.answers import Choice, Form, usage
 from glm53.serve.fields import ApiError
@@ -47,6 +47,8 @@ def api_error(error: Glm53Error) -> ApiError:
         return ApiError(str(error), 504, code="deadline_exceeded")
     if isinstance(error, InUse):
         return ApiError(str(error), 409, "session_id", "session_in_use")
+    if isinstance(error, WouldCut):
+        return ApiError(str(error), 409, "session_cut", "session_would_be_cut")
     if isinstance(error, NeverFits):
         return ApiError(str(error), 400, code="never_fits")
     if isinstance(error, InputError):

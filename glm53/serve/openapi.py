@@ -52,6 +52,11 @@ class Operation:
     parameters: tuple[str, ...] = field(default=())
 
 
+SESSION_TEXT = (
+    "The session to continue; one prompt and n 1. The prompt or the messages are the whole text from its beginning, not what is new: rows that the "
+    "session shares with it are not computed again, and those behind are cut. Where that would cut rows of earlier prompts, the answer is 409 unless "
+    "session_cut is true; rows of drawn tokens are always cut where the prompt differs."
+)
 SESSION_ID: Schema = STRING | {"pattern": f"^{ID_PATTERN}$", "not": {"enum": list(RESERVED_IDS)}}
 FILE_NAME: Schema = STRING | {"pattern": f"^{NAME_PATTERN}$"}
 PARAMETERS: dict[str, Schema] = {"id": SESSION_ID, "name": FILE_NAME, "model": STRING | {"minLength": 1}}
@@ -115,7 +120,7 @@ STATUSES = {
     401: "The key is missing or wrong.",
     404: "What is named does not exist, or is another key's.",
     408: "The rest of the body did not come.",
-    409: "The session is at work, or the name is taken.",
+    409: "The session is at work, or would be cut, or the name is taken.",
     413: "The body is too large.",
     429: "As many as may are there already; Retry-After says when to come again, where time helps.",
     499: "The request was cancelled.",
@@ -216,7 +221,8 @@ def _requests(bounds: Bounds) -> dict[str, Schema]:
         "stream": FLAG,
         "stream_options": _body({"include_usage": FLAG}) | {"description": "Needs stream."},
         **_formats(),
-        "session_id": STRING | {"description": "The session to continue; one prompt and n 1.", "pattern": f"^{ID_PATTERN}$"},
+        "session_id": STRING | {"description": SESSION_TEXT, "pattern": f"^{ID_PATTERN}$"},
+        "session_cut": FLAG | {"description": "Rows of earlier prompts that this one does not share may be cut from the session."},
     }
     messages: Schema = {"type": "array", "minItems": 1, "items": _ref("Message")}
     template: Schema = {"reasoning_effort": STRING | {"enum": list(EFFORTS)}, "chat_template_kwargs": {"type": "object"}, "tools": _tools()}

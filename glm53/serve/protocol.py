@@ -76,6 +76,7 @@ class Call:
     logprobs: int | None
     timeout_s: float | None  # from the arrival on; None: the server's
     session_id: str | None  # the session to continue
+    session_cut: bool  # its prompt rows may be cut
     format: Format | None
 
     def choice_params(self, index: int, max_tokens: int) -> SamplingParams:
@@ -173,6 +174,7 @@ def _common(fields: Fields, defaults: SamplingParams, newer: str, choices_max: i
         "stream": stream,
         "include_usage": options.flag("include_usage"),
         "session_id": fields.text("session_id"),
+        "session_cut": fields.flag("session_cut"),
         "format": read_format(fields),
     }
 

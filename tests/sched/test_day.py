@@ -103,7 +103,7 @@ class Day:
         self.keys = iter(range(1, 1 << 30))
         self.texts = {owner: np.array([self.rng.randrange(50) for _ in range(CONTEXT)], np.int32) for owner in "abc"}
         self.ends = {"stop": 0, "aborted": 0, "deadline": 0, "fault": 0, "refused": 0}
-        self.reused = self.parks = self.longest_wait = 0
+        self.reused = self.begun = self.parks = self.longest_wait = 0
 
     def run(self) -> None:
         while self.left or len(self.scheduler):
@@ -154,14 +154,14 @@ class Day:
     def open_session(self, owner: str) -> None:
         """An empty named session."""
         while True:
-            promised, drop = self.scheduler.promise(1)
+            promised, drop = self.scheduler.promise(0)
             if drop is None:
                 break
             self.do(drop)
         if promised is not None:
             key = next(self.keys)
-            self.engine.kept[key] = (owner, np.zeros(0, np.int32), History(1, 1, False), True)
-            self.scheduler.hold(key, owner, np.zeros(0, np.int32), 1, False)
+            self.engine.kept[key] = (owner, np.zeros(0, np.int32), History(0, 0, False), True)
+            self.scheduler.hold(key, owner, np.zeros(0, np.int32), 0, False)
             self.scheduler.redeem(promised)
 
     def close_session(self) -> None:
@@ -181,7 +181,7 @@ class Day:
         self.ends[how] += 1
         history, leaving = one.history, None
         if one.session is not None and history is not None:
-            rows = max(history.rows, 1)
+            rows = history.rows
             leaving = Leaving(one.session, one.prompt[: min(history.rows, len(one.prompt))], rows, True, history.open)
             self.engine.kept[one.session] = (one.owner, leaving.tokens, History(rows, rows, history.open), True)
         elif history is not None and how != "fault":
@@ -232,10 +232,13 @@ class Day:
 
     def start(self, action: Start) -> None:
         one = self.engine.asked[action.serial]
+        own = None if one.session is None else self.engine.kept[one.session]
         if action.kept is not None:
-            owner, tokens, history, named = self.engine.kept[action.kept]
+            owner, tokens, _, named = self.engine.kept[action.kept]
             assert owner == one.owner and (named == (one.session == action.kept) or not action.take)
-            reused = common(tokens, one.prompt[:-1]) if one.session else action.rows
+            assert own is None or one.session == action.kept or own[2].rows == 0  # an empty session begins with other rows
+            reused = common(tokens, one.prompt[:-1]) if one.session == action.kept else action.rows
+            self.begun += own is not None and one.session != action.kept
             assert common(tokens, one.prompt[:-1]) >= reused
             if action.take:
                 del self.engine.kept[action.kept]
@@ -246,11 +249,13 @@ class Day:
             assert common(parent.prompt, one.prompt[:-1]) >= reused
         else:
             reused = 0
+        if one.session is not None:
+            self.engine.kept.pop(one.session, None)
         if self.rng.random() < 0.01:
-            if one.session is not None and action.kept is not None:
-                self.engine.kept[one.session] = (owner, tokens, history, True)
+            if own is not None and one.session is not None:
+                self.engine.kept[one.session] = own
                 self.end(action.serial, "fault")
-                self.scheduler.hold(one.session, owner, tokens, history.rows, history.open)
+                self.scheduler.hold(one.session, own[0], own[1], own[2].rows, own[2].open)
             else:
                 self.end(action.serial, "fault")
             return
@@ -283,6 +288,7 @@ def test_a_day(seed: int) -> None:
     assert day.ends["stop"] > 1000 and day.ends["aborted"] and day.ends["deadline"] and day.ends["fault"]
     assert day.longest_wait < WAIT_MAX, "somebody starves"
     assert day.reused > (20_000 if day.keeps else 0)
+    assert day.begun or not day.keeps, "no empty session began with what another text has"
     assert bool(day.parks) == bool(day.parked_max)
 
 

@@ -139,6 +139,74 @@ def test_forks_and_cuts(keyed: Served, ask: Callable[..., Any]) -> None:
     assert ask("GET", f"{SESSIONS}/{whole['id']}")["rows"] == len(ids) + 5
 
 
+def test_a_prompt_is_the_whole_text(keyed: Served, ask: Callable[..., Any]) -> None:
+    """What would cut the rows of earlier prompts is refused and changes nothing, unless it is permitted; drawn rows go where the prompt differs."""
+    ids = keyed.engine.encode(PROMPT * 3)
+    ask("POST", SESSIONS, {"id": "tale"})
+    first = turn(ask, "tale", ids)[0]
+    before = ask("GET", f"{SESSIONS}/tale")
+    for prompt, shared in (([5, 6, 7], 0), ([*ids[:12], 5, 6], 12), (ids[:12], 12)):
+        error = ask("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 2, "session_id": "tale"}, 409)
+        assert (error["code"], error["param"]) == ("session_would_be_cut", "session_cut")
+        assert f"{len(ids) + 5} rows" in error["message"] and f"shares {shared}" in error["message"] and "whole text" in error["message"]
+    assert {**ask("GET", f"{SESSIONS}/tale"), "last_used": 0} == {**before, "last_used": 0}
+    assert turn(ask, "tale", ids)[0] == first  # drawn again
+    assert turn(ask, "tale", [*ids, 5, 6])[1]["prompt_tokens_details"]["cached_tokens"] == len(ids)
+    choice, used = turn(ask, "tale", [*ids[:12], 5, 6], session_cut=True)
+    assert used["prompt_tokens_details"]["cached_tokens"] == 12 and choice == turn(ask, None, [*ids[:12], 5, 6])[0]
+    assert ask("GET", f"{SESSIONS}/tale")["prompt_rows"] == 14
+    ask("POST", SESSIONS, {"id": "words"})
+    for text in (
+        "In the beginn",
+        "In the beginning God created the heav",
+        "In the beginning God created the heaven",
+    ):  # its last tokens become others
+        turn(ask, "words", text)
+    assert ask("POST", COMPLETIONS, {"prompt": "And", "session_id": "words"}, 409)["code"] == "session_would_be_cut"
+
+
+def test_a_chat_whose_thinking_is_dropped_goes_on(keyed: Served, ask: Callable[..., Any]) -> None:
+    ask("POST", SESSIONS, {"id": "talk"})
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+    last = 0
+    for seed in range(3):
+        body = {"messages": messages, "seed": seed, "max_tokens": 12, "session_id": "talk"}
+        answer = ask("POST", "/v1/chat/completions", body)
+        alone = ask("POST", "/v1/chat/completions", {**body, "session_id": None})
+        assert answer["choices"] == alone["choices"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= last - 1
+        last = answer["usage"]["prompt_tokens"]
+        messages += [{"role": "assistant", "content": "Well."}, {"role": "user", "content": "And?"}]
+
+
+def test_an_empty_session_begins_with_what_is_there(serve_with: Callable[..., Any]) -> None:
+    """With a kept prompt, which leaves another owner's alone, and with another session's; the bits are those of a text alone."""
+    with serve_with(keeps_prompts=True, api_keys=("one", "two")) as served:
+
+        def post(path: str, body: Any, key: dict[str, str] = ONE) -> Any:
+            status, _, answer = served.request("POST", path, body, key)
+            assert status == 200, answer
+            return answer
+
+        ids = served.engine.encode(PROMPT * 8)
+        asked = {"max_tokens": 6, "seed": 9, "ignore_eos": True, "logprobs": 5}
+        alone = post(COMPLETIONS, asked | {"prompt": [*ids, 5, 6]}, TWO)
+        post(COMPLETIONS, asked | {"prompt": ids})
+        for name, cached in (("first", len(ids)), ("second", len(ids) + 1)):
+            post(SESSIONS, {"id": name})
+            answer = post(COMPLETIONS, asked | {"prompt": [*ids, 5, 6], "session_id": name})
+            assert answer["choices"] == alone["choices"] and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+            held = served.request("GET", f"{SESSIONS}/{name}", None, ONE)[2]
+            assert (held["rows"], held["prompt_rows"]) == (len(ids) + 7, len(ids) + 2)
+        post(SESSIONS, {"id": "other"}, TWO)
+        other = post(COMPLETIONS, asked | {"prompt": ids, "session_id": "other"}, TWO)
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids) - 1  # of its own text before
+        served.loop.call(served.engine.stage.check).result(10)
+        for name, key in (("first", ONE), ("second", ONE), ("other", TWO)):
+            assert served.request("DELETE", f"{SESSIONS}/{name}", None, key)[0] == 200
+    assert served.engine.tier.pool.used == served.engine.keys.pool.used == 0
+
+
 WRONG: list[tuple[str, str, Any, int, str | None]] = [
     ("POST", "", {"id": "a/b"}, 400, "id"),
     ("POST", "", {"id": ""}, 400, "id"),
