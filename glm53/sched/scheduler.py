@@ -93,10 +93,11 @@ class Client:
     state: State = State.WAITING
     steps: int = 0  # since it got its slot
     waits_for: int | None = None  # whose prompt it will begin with
+    lends: int = field(init=False)  # first rows of its prompt that others may begin with: prompt rows, none that its session had drawn
     head: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.head = head_of(self.prompt[:-1])
+        self.head, self.lends = head_of(self.prompt[:-1]), len(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Scheduler:
         assert client.state is State.STARTING
         self._event()
         client.state = State.RUNNING
+        if reused_rows <= client.lends:  # no drawn rows are left
+            client.lends = len(client.prompt)
         self._queue.add(len(client.prompt), serial, reused_rows)
 
     def leaves(self, serial: int, rows: int) -> bool:
@@ -286,7 +289,7 @@ class Scheduler:
         best = 0, -1
         for other in self._running.values():
             if other.owner == client.owner and other.head == client.head and self._left(other):
-                best = max(best, (common(other.prompt, client.prompt[:-1]), other.serial))
+                best = max(best, (common(other.prompt[: other.lends], client.prompt[:-1]), other.serial))
         shared, serial = best
         if shared < HEAD_ROWS:
             return None
@@ -309,9 +312,9 @@ class Scheduler:
         kept, rows = self.shelf.longest(client.owner, prompt)
         parent = None
         for other in self._running.values():
-            if other.owner != client.owner or other.head != client.head or self._left(other) or len(other.prompt) <= rows:
+            if other.owner != client.owner or other.head != client.head or self._left(other) or other.lends <= rows:
                 continue
-            shared = common(other.prompt, prompt)
+            shared = common(other.prompt[: other.lends], prompt)
             if shared > rows and shared >= HEAD_ROWS:
                 kept, parent, rows = None, other, shared
         return kept, parent, rows
@@ -339,6 +342,8 @@ class Scheduler:
             else:
                 self.shelf.use(kept.key)
         if client.session is not None:
+            if kept is not None and kept.key == client.session and len(kept.tokens) < kept.rows:
+                client.lends = common(kept.tokens, client.prompt)
             self.let_go(client.session)
         self.books.charge(("request", client.serial), self.books.cost(client.rows_max, True))
         return Start(client.serial, rows, kept.key if kept else None, parent.serial if parent else None, takes)

@@ -207,6 +207,27 @@ def test_an_empty_session_begins_with_what_is_there(serve_with: Callable[..., An
     assert served.engine.tier.pool.used == served.engine.keys.pool.used == 0
 
 
+def test_nobody_begins_with_rows_that_a_session_drew(keyed: Served, ask: Callable[..., Any]) -> None:
+    """While a request continues a session, others begin with its first prompt rows, and with no drawn ones, whose bits are others."""
+    ids = keyed.engine.encode(PROMPT * 6)
+    ask("POST", SESSIONS, {"id": "tale"})
+    turn(ask, "tale", ids, max_tokens=40)
+    session = keyed.api._sessions.find(owner_name("one"), "tale").session  # type: ignore[union-attr]
+    whole = [*session.tokens, *session.pending]
+    alone = turn(ask, None, [*whole, 7, 8], key=TWO)[0]
+    more = {"prompt": [*whole, 5, 6], "max_tokens": 250, "ignore_eos": True, "stream": True, "session_id": "tale"}
+    stream = keyed.open(COMPLETIONS, more, ONE)
+    while b"data:" not in stream.recv(4096):
+        pass
+    choice, used = turn(ask, None, [*whole, 7, 8])
+    assert keyed.loop.load() == Load(1, 0)
+    assert used["prompt_tokens_details"]["cached_tokens"] == len(ids) and choice == alone
+    stream.close()
+    keyed.wait_for(Load(0, 0))
+    while ask("GET", f"{SESSIONS}/tale")["state"] != "at rest":
+        pass
+
+
 WRONG: list[tuple[str, str, Any, int, str | None]] = [
     ("POST", "", {"id": "a/b"}, 400, "id"),
     ("POST", "", {"id": ""}, 400, "id"),
