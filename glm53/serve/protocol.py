@@ -148,6 +148,7 @@ def tokenize_call(body: Mapping[str, Any]) -> tuple[str | None, list[dict[str, A
         raise ApiError("give either prompt or messages", param="prompt")
     if fields.has("prompt"):
         return fields.text("prompt"), None, {}
+    fields.refuse("continue_final_message", *CHAT_REFUSED["continue_final_message"])
     messages = [_message(fields, index, one) for index, one in enumerate(_list(fields, "messages"))]
     settings = _template_settings(fields) | {"add_generation_prompt": fields.flag("add_generation_prompt", True)}
     use = read_tools(fields)

@@ -131,6 +131,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of"),
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "prompt"),
+    ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "continue_final_message"),
     ("/detokenize", {"tokens": [4096]}, 400, "tokens"),
     ("/detokenize", {"tokens": "x"}, 400, "tokens"),
     ("/nothing", {}, 404, None),
