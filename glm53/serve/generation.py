@@ -204,6 +204,7 @@ def _is_last(event: Event) -> bool:
 
 async def _event(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    await asyncio.sleep(0)  # events may stand in line: that the client has gone must be seen before the next one
 
 
 async def _disconnect(receive: Receive) -> None:
