@@ -483,7 +483,7 @@ class Engine:
         return [(action.serial, [self._draw_first(request)])] if action.last else []
 
     def _start(self, request: Request) -> None:
-        """A history for a request: a fork of the open session whose prompt rows begin with most of the request's tokens, or a new one.
+        """A history for a request: a fork of the session whose prompt rows begin with most of the request's tokens, or a new one.
 
         Rows of prompts alone are taken, since their bits are those that the request would compute: its text does not depend on what is reused.
         """
@@ -492,11 +492,11 @@ class Engine:
             request.slot = self.stage.open()
         else:
             self.decoder.settle()
-            request.slot, request.reused_rows = self.stage.fork(source.slot, rows), rows
+            request.slot, request.reused_rows = source.branch(rows), rows
         self._mark_prompt(request)
 
     def _longest_prefix(self, request: Request) -> tuple[Session | None, int]:
-        """The owner's open session with most prompt rows in common, and how many; at least one token is left to compute."""
+        """The owner's session, open or parked, with most prompt rows in common, and how many; at least one token is left to compute."""
         best: tuple[Session | None, int] = (None, REUSED_ROWS_MIN - 1)
         for session in (one for one in self.sessions() if one.owner == request.owner):
             rows = session.common_prompt_rows(request.prompt[:-1])

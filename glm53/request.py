@@ -62,7 +62,7 @@ class Completion:
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...]
     seed: int
-    reused_rows: int = field(default=0, compare=False)  # prompt tokens that were not computed again, but came from an open session
+    reused_rows: int = field(default=0, compare=False)  # prompt tokens that were not computed again, but came from a session
 
 
 class Lender(Protocol):
@@ -87,7 +87,7 @@ class Request:
     slot: int = -1  # of both stores while it runs
     parked: Parked | None = None  # its history while it has no slot
     spoiled: bool = False  # it ended with an error of its own: nobody may begin with its rows
-    reused_rows: int = 0  # of its prompt, from a session that was open when it started
+    reused_rows: int = 0  # of its prompt, from a session that was there when it started
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     deadline: float | None = None  # `time.monotonic()` at which it ends, if it has not

@@ -326,10 +326,23 @@ class Session:
         return self._parked
 
     def common_prompt_rows(self, ids: Sequence[int]) -> int:
-        """How many of the first rows are prompt rows of these tokens; 0 for a session that is parked or closed."""
-        if self._slot is None:
+        """How many of the first rows are prompt rows of these tokens; 0 for a session that is closed."""
+        if self._slot is None and self._parked is None:
             return 0
         return common_rows(self._tokens[: self._prompt_rows], ids)
+
+    def branch(self, rows: int) -> int:
+        """The slot of a new history with the first `rows` rows of this one, which stays as it is, open or parked. The engine's turn is its caller's.
+        Raises InputError when all sessions are in use, DeviceMemoryError, HipError, with nothing opened."""
+        stage = self._engine.stage
+        if self._parked is None:
+            return stage.fork(self.slot, rows)
+        part = stage.fork_parked(self._parked, rows)
+        try:
+            return stage.resume(part)
+        except BaseException:
+            stage.discard(part)
+            raise
 
     def stream(self, prompt: Prompt = (), params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Appends a prompt (text or token ids) and continues it token by token, as `Engine.stream` does.

@@ -183,10 +183,12 @@ def test_prompts_begin_with_the_rows_of_restored_sessions(engines: list[Engine],
     assert engine.generate([*prompt, 7, 8], GREEDY).reused_rows == 0
     for from_parked in (False, True):
         with engine.restore(tmp_path / "s", parked=from_parked) as session:
-            session.resume()
-            assert session.prompt_rows == 300
-            got = engine.generate([*prompt, 7, 8], GREEDY)
-            assert got == expected and got.reused_rows == 300
+            state = session.state
+            assert session.prompt_rows == 300 and (state is SessionState.PARKED) == from_parked
+            for _ in range(2):  # the history that is begun with stays as it is
+                got = engine.generate([*prompt, 7, 8], GREEDY)
+                assert got == expected and got.reused_rows == 300 and session.state is state
+            assert session.tokens == (*prompt, 7) and len(session.step([9])) == 1
 
 
 def test_refusals(engines: list[Engine], tmp_path: Path) -> None:
