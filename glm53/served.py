@@ -131,13 +131,9 @@ class Served(Batch):
         if action.take:
             return self._take(self._kept.pop(action.kept), rows)
         if action.kept in self._named:
-            session = self._named[action.kept].session
-            parked, slot = session.parked, -1 if session.parked is not None else session.slot
-        else:
-            parked, slot = self._kept[action.kept].parked, self._kept[action.kept].slot
-        if parked is None:
-            return stage.fork(slot, rows)
-        return self._take(Held(-1, stage.fork_parked(parked, rows)), rows)
+            return self._named[action.kept].session.branch(rows)
+        held = self._kept[action.kept]
+        return stage.fork(held.slot, rows) if held.parked is None else stage.resume_fork(held.parked, rows)
 
     def _take(self, held: Held, rows: int) -> int:
         stage = self.engine.stage

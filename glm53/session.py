@@ -335,14 +335,7 @@ class Session:
         """The slot of a new history with the first `rows` rows of this one, which stays as it is, open or parked. The engine's turn is its caller's.
         Raises InputError when all sessions are in use, DeviceMemoryError, HipError, with nothing opened."""
         stage = self._engine.stage
-        if self._parked is None:
-            return stage.fork(self.slot, rows)
-        part = stage.fork_parked(self._parked, rows)
-        try:
-            return stage.resume(part)
-        except BaseException:
-            stage.discard(part)
-            raise
+        return stage.fork(self.slot, rows) if self._parked is None else stage.resume_fork(self._parked, rows)
 
     def stream(self, prompt: Prompt = (), params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Appends a prompt (text or token ids) and continues it token by token, as `Engine.stream` does.

@@ -176,6 +176,15 @@ class Stage:
         terminal = parked.terminal if rows == parked.rows else None
         return Parked(rows, self._on_every_side(calls), parked.keys[:, :rows], terminal)
 
+    def resume_fork(self, parked: Parked, rows: int) -> int:
+        """A new history with the first `rows` rows of a parked session, which stays as it is; its slot. Raises with nothing opened."""
+        part = self.fork_parked(parked, rows)
+        try:
+            return self.resume(part)
+        except BaseException:
+            self.discard(part)
+            raise
+
     def truncate_parked(self, parked: Parked, rows: int) -> None:
         """Keeps the first `rows` rows of a parked session."""
         parked.histories = tuple(side.tier.truncate_parked(history, rows) for side, history in zip(self.sides, parked.histories, strict=True))
