@@ -25,7 +25,7 @@ from glm53.ops.step_state import RowPlace
 from glm53.spec import DType, Offsets
 
 Runs = Sequence[tuple[int, int]]  # (session, query rows) in the order of the rows
-FETCH_BLOCKS = 32  # extra blocks that fetch, 16 KiB in flight each: 8 do not fill the link, and where nothing is missed 32 cost next to nothing
+FETCH_BLOCKS = 12
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,10 @@ class HostStep:
         return GivePart(args, row_count)
 
     def fetch(self, layer: int, row_count: int) -> FetchPart | None:
-        """The leader's misses beside its absorption, those of all followers, which lie in one stretch, beside the leader's o."""
+        """The leader's misses beside its absorption, those of each follower beside the o of the layer before."""
         tier, rounds = self.tier, self.rows.rounds(row_count)
         layers = tier.layout.groups[self._group(layer)]
-        if self.gathers_on_host or layer > layers[0] + 1:
+        if self.gathers_on_host:
             return None
         places = rows.FetchPlanes(
             tier.staging,
@@ -190,8 +190,7 @@ class HostStep:
             tier.layout.row_bytes,
         )
         starts = self.rows.round_starts.slice(0, rounds + 1)
-        planes = range(layer, layer + 1) if layer == layers[0] else range(layer, layers[-1] + 1)
-        args = rows.fetch_list_args(tier.fetch_list, starts, planes, places, tier.config.topk, FETCH_BLOCKS)
+        args = rows.fetch_list_args(tier.fetch_list, starts, range(layer, layer + 1), places, tier.config.topk, FETCH_BLOCKS)
         return FetchPart(args, FETCH_BLOCKS, rounds)
 
     def gather(self, layer: int, row_count: int) -> None:

@@ -32,6 +32,7 @@ ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
 _RESIDENT = 3  # blocks of a kernel for one row that share a multiprocessor on sm_90
 _STRANDS = 16  # blocks that wait at once on the cpu runtime: resident_blocks of its spin.h
 _VALUES_MAX = 1 << 32  # of a weight: kernels count them in 32 bits
+GIVE_ENTRIES = 256  # of a row, that a block of GIVE looks up
 _PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER, _PART_PLACE = 1, 2, 3, 4, 5
 _ROW_FORMATS = {RowFormat.F32: WeightFormat.F32, RowFormat.BF16: WeightFormat.BF16, RowFormat.Q8G64: WeightFormat.Q8G64}
 
@@ -156,7 +157,7 @@ class RowsPart:
 
 @dataclass(frozen=True)
 class GivePart:
-    """Looks the selected rows up in the hot cache and gives slots to misses; one block a query row."""
+    """Looks the selected rows up in the hot cache and gives slots to misses; a block for each 256 entries of a query row."""
 
     args: step_give_args
     rows: int
@@ -449,7 +450,7 @@ def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segme
         _bind_rows(d, args, part, x.dtype)
     elif isinstance(part, GivePart):
         d.require(part.rows == part.args.rows >= 1, f"GivePart has {part.rows} rows, its args {part.args.rows}, expected the same and at least 1")
-        args.part, args.part_blocks, args.part_give = _PART_GIVE, part.rows, part.args
+        args.part, args.part_blocks, args.part_give = _PART_GIVE, part.rows * ceil_div(part.args.k, GIVE_ENTRIES), part.args
     elif isinstance(part, PlacePart):
         d.require(part.rows == part.args.rows >= 1, f"PlacePart has {part.rows} rows, its args {part.args.rows}, expected the same and at least 1")
         args.part, args.part_blocks, args.part_place = _PART_PLACE, part.rows, part.args

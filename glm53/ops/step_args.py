@@ -48,8 +48,8 @@ class step_rows_args(Args):
 
 
 class step_give_args(Args):
-    """Part GIVE of step_gemv, one block a query row: looks its selection up in the hot cache; the round's last block gives slots to what was
-    missed and completes plan, fetch list and counters. Fields as hot_plan_args, and arrivals."""
+    """Part GIVE of step_gemv, a block for each 256 entries of a query row: looks them up in the hot cache; the round's last block gives slots to what
+    was missed and completes plan, fetch list and counters. Fields as hot_plan_args, and arrivals."""
 
     _fields_ = [
         ("selected", c_void_p),

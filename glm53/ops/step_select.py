@@ -26,7 +26,7 @@ _T = (DType.F32, DType.BF16)
 _VARIANTS = ("f32", "bf16")
 COLUMN_STEP = 32  # rows of scores are whole multiples
 ARRIVAL_WORDS = 4  # u32 a round that part GIVE counts in
-GIVE_K_MAX = 2048  # entries that a block of GIVE looks up
+GIVE_K_MAX = 2048  # entries of a row that the last block of GIVE has
 CONTEXT_MAX = 1 << 30
 BLOCKS_MAX = (1 << 16) - 1  # of step_score, a row
 # Blocks of all rows together, a compute unit. step_score waits for memory, and two of its blocks fit a unit; so do two of step_topk, of which those
@@ -264,7 +264,7 @@ def give_args(
 
     Arrays as for `hotcache.hot_plan`: selected [rows, k] i32, k at most 2,048, counts, sessions [rows] i32, round_starts [rounds + 1] i32, tables
     [sessions, extents] u64 of host extents and source, the group's place in them, plan [rows, k] u64, fetch for rows * k entries and all rounds.
-    arrivals [at least rounds, 4] u32, 0 before and after. A block for each query row, rows of a round in any order: the last one of round i completes
+    arrivals [at least rounds, 4] u32, 0 before and after. A block for each 256 entries of a query row, in any order: the last one of round i completes
     plan, fetch list, slot tables and counters of its session and group. A row that is in no round has no plan. Raises ContractError.
     """
     args = hotcache.round_args(

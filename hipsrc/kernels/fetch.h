@@ -12,10 +12,10 @@ namespace history_rows {
 
 constexpr uint32_t COPY_THREADS = 256;
 constexpr uint32_t FETCH_LANES = 32;
-constexpr uint32_t FETCH_FLIGHT = 4;
+constexpr uint32_t FETCH_FLIGHT = 6;
 constexpr uint32_t LINE_WORDS = 8;  // 16-byte words of a line
 
-static_assert(FETCH_FLIGHT == 4, "move_runs counts four pieces");
+static_assert(FETCH_FLIGHT == 6, "move_runs counts six pieces");
 
 // 16 bytes into four registers and back, as one access each: nvcc makes four of one that goes element by element. An array of words16 would be copied
 // as memory, and clang would put it into LDS.
@@ -70,9 +70,11 @@ template <uint32_t N, class R> DEVICE void move_pieces(const R& r, uint32_t firs
 
 // Pieces [0, total) dealt to `blocks` blocks; this one is number `block`.
 template <class R> DEVICE void move_runs(const R& r, uint32_t total, uint32_t block, uint32_t blocks) {
-  for (uint32_t first = thread_id() / FETCH_LANES * blocks + block; first < total; first += FETCH_FLIGHT * r.stride) {
+  for (uint32_t first = thread_id() / FETCH_LANES * blocks + block, done; first < total; first += done * r.stride) {
     uint32_t rest = (total - 1u - first) / r.stride;  // further pieces of these lanes
-    if (rest >= 3) move_pieces<4>(r, first);
+    done = rest >= 5 ? 6 : rest >= 3 ? 4 : rest + 1;
+    if (done == 6) move_pieces<6>(r, first);
+    else if (done == 4) move_pieces<4>(r, first);
     else if (rest == 2) move_pieces<3>(r, first);
     else if (rest == 1) move_pieces<2>(r, first);
     else move_pieces<1>(r, first);
@@ -118,17 +120,16 @@ template <bool LATE> DEVICE uint32_t fetch_entries(const fetch_args& a, uint32_t
   move_runs(f, total, block, blocks);
   return total;
 }
-DEVICE uint32_t fetch_round(const fetch_args& a, uint32_t round, uint32_t block, uint32_t blocks) {
-  return fetch_entries<false>(a, round, ((const uint32_t*)a.counts)[round], block, blocks);
-}
 
-// What fetch_rows does, all rounds in turn. Each round's list starts at the block behind the last one of the round before.
+// What fetch_rows does, all rounds in turn. Each round's list starts at the block behind the last one of the round before. It waits for what earlier
+// launches wrote, but reads a list's rows before that.
 DEVICE void fetch_part(const fetch_args& a, uint32_t block, uint32_t blocks, uint32_t rounds) {
   uint32_t dealt = 0;
   for (uint32_t round = 0; round < rounds; round++) {
     uint32_t turned = block + blocks - dealt;
-    dealt = (dealt + fetch_round(a, round, turned < blocks ? turned : turned - blocks, blocks)) % blocks;
+    dealt = (dealt + fetch_entries<true>(a, round, listed(a, round), turned < blocks ? turned : turned - blocks, blocks)) % blocks;
   }
+  previous_done();
 }
 
 }  // namespace history_rows

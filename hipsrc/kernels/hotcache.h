@@ -10,8 +10,9 @@ namespace hotcache {
 
 // Spaces: bits 0 and 1 of a reference (glm53/spec.py, Space). HOT is 0.
 constexpr uint64_t EXTENT = 1, STAGING = 2, LINEAR = 3;
-// Not a reference: bit 2 marks a plan entry of a row that was missed, until its target is known; bits 4 and up then hold the number of the miss.
-constexpr uint64_t MISSED = 4;
+// Not a reference: bit 2 marks a plan entry of a row that was missed, until its target is known. Bits 4 and up hold its source in an extent, bit 3 is
+// set where a slot of this round has it; then, in a round of several rows, bits 4 and up hold the number of the miss.
+constexpr uint64_t MISSED = 4, HELD = 8, ENTRY = ~(uint64_t)15;
 
 constexpr int32_t NOWHERE = -1;  // slot_of: in no slot; position_of: free
 // slot_of of a position that is miss m of the running round.
@@ -65,7 +66,8 @@ struct work {
   uint64_t scan[BLOCK_SCAN];
   uint32_t order[ORDER];  // position of the miss
   uint32_t entry[ORDER];  // its place in the row, where the round has one row
-  uint32_t round, last;   // GIVE: of this row; whether its block came last
+  uint64_t arrived;       // GIVE: what has come of the round
+  uint32_t round;         // of this row
 };
 
 // What a block works on: one round of one group.
@@ -116,62 +118,78 @@ template <uint32_t ITEMS> DEVICE uint32_t bits_of_entries(uint32_t first, uint32
 }
 
 struct looked_up {
-  uint32_t missed, recent;  // bits of entries; recent: at or past the boundary
+  uint32_t missed, held, recent;  // bits of entries; held: of missed, with a slot; recent: at or past the boundary
 };
 
-// Looks entries up; position as load_selected gives it. The plan gets what was found, 0 past the row's end and MISSED elsewhere. A find pins the
-// slot. A fill of the current round is found only if this group is planned twice in a round: it counts as missed, for its bytes may not have come.
+// Looks entries up; position as load_selected gives it. The plan gets what was found, 0 past the row's end, and of a miss its source, MISSED and HELD. A
+// find pins the slot. A fill of the current round is found only if this group is planned twice in a round: it counts as missed, for its bytes may not
+// have come. `entry` gets what the plan gets.
 template <uint32_t ITEMS, class A>
-DEVICE looked_up look_up_entries(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, int32_t* position) {
-  const int32_t* selected = (const int32_t*)a.selected + row * a.k;
+DEVICE looked_up look_up_entries(const A& a, const round_of_group& g, uint32_t row, uint32_t first, uint32_t count, int32_t* position, uint64_t* entry) {
   uint64_t* plan = (uint64_t*)a.plan + row * a.k;
-  uint32_t inside = bits_of_entries<ITEMS>(first, count), recent = 0, known = 0, filled[ITEMS];
+  uint32_t inside = bits_of_entries<ITEMS>(first, count), recent = 0, known = 0, held = 0, filled[ITEMS];
   int32_t slot[ITEMS];
+  uint64_t extent[ITEMS];
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) position[i] = inside >> i & 1u ? position[i] : 0;
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) slot[i] = g.s.slot_of[position[i]];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) extent[i] = g.table[position[i] < g.h.cached ? (uint32_t)position[i] / a.extent_rows : 0u];
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) filled[i] = g.s.filled[slot[i] >= 0 ? slot[i] : 0];
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) {
     recent |= position[i] >= g.h.cached ? 1u << i : 0u;
     known |= slot[i] >= 0 && filled[i] != g.h.tag ? 1u << i : 0u;
+    held |= slot[i] >= 0 ? 1u << i : 0u;
   }
-  looked_up e = {inside & ~recent & ~known, inside & recent};
+  uint32_t missed = inside & ~recent & ~known;
+  looked_up e = {missed, missed & held, inside & recent};
   uint32_t found = inside & ~recent & known;
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) {
+    uint32_t p = (uint32_t)position[i];
+    entry[i] = 0;
     if (found >> i & 1u) {
       g.s.used[slot[i]] = g.h.tag;
       g.s.filled[slot[i]] = 0;
-      plan[first + i] = slot_reference(g.h, (uint32_t)slot[i]);
+      entry[i] = slot_reference(g.h, (uint32_t)slot[i]);
+    } else if (e.recent >> i & 1u) {
+      entry[i] = g.h.base + (uint64_t)(p % g.h.modulus) * g.h.row_bytes;
+    } else if (e.missed >> i & 1u) {
+      entry[i] = extent[i] + (uint64_t)(p % a.extent_rows) * a.source_stride_bytes + a.source_offset_bytes;
+      entry[i] |= e.held >> i & 1u ? MISSED | HELD : MISSED;
     }
-  }
-  ROLLED
-  for (uint32_t bits = bits_of_entries<ITEMS>(first, a.k) & ~found; bits; bits &= bits - 1u) {
-    uint32_t i = lowest_bit(bits), at = first + i;
-    uint64_t entry = e.missed >> i & 1u ? MISSED : 0u;
-    if (e.recent >> i & 1u) entry = g.h.base + (uint64_t)((uint32_t)selected[at] % g.h.modulus) * g.h.row_bytes;
-    plan[at] = entry;
+    if (first + i < a.k) plan[first + i] = entry[i];
   }
   return e;
 }
 
-// Entries that another block has looked up: bits of those missed. Position 0 where nothing was.
+// Entries that have been looked up, by whichever block; position and entry as look_up_entries had them.
 template <uint32_t ITEMS, class A>
-DEVICE uint32_t recall_misses(const A& a, uint32_t row, uint32_t first, uint32_t count, int32_t* position) {
+DEVICE looked_up recall(const A& a, uint32_t row, uint32_t first, uint32_t count, int32_t* position, uint64_t* entry) {
   const uint64_t* plan = (const uint64_t*)a.plan + row * a.k;
-  uint32_t entry[ITEMS], missed = 0;
+  looked_up e = {0, 0, 0};
   load_selected<ITEMS>(a, row, first, position);
   UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) entry[i] = (uint32_t)plan[first + i < a.k ? first + i : 0u];
+  for (uint32_t i = 0; i < ITEMS; i++) entry[i] = plan[first + i < a.k ? first + i : 0u];
   UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) missed |= entry[i] & MISSED ? 1u << i : 0u;
-  missed &= bits_of_entries<ITEMS>(first, count);
+  for (uint32_t i = 0; i < ITEMS; i++) {
+    e.missed |= entry[i] & MISSED ? 1u << i : 0u;
+    e.held |= entry[i] & HELD ? 1u << i : 0u;
+  }
+  e.missed &= bits_of_entries<ITEMS>(first, count);
+  e.held &= e.missed;
+  return e;
+}
+
+// v[i] of values in registers.
+template <uint32_t ITEMS, class T> DEVICE T pick(const T* v, uint32_t i) {
+  T picked = v[0];
   UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) position[i] = missed >> i & 1u ? position[i] : 0;
-  return missed;
+  for (uint32_t j = 1; j < ITEMS; j++) picked = i == j ? v[j] : picked;
+  return picked;
 }
 
 // A slot, as it was when it was loaded; beyond the last one: in use.
@@ -192,35 +210,28 @@ struct tally {
 };
 
 // Numbers the misses of a tile in order of their place, after those counted so far. A claim of an earlier row makes a duplicate; new misses are
-// claimed, unless no row follows, and enter the fetch list with their source. The plan gets the numbers, but where a miss knows its entry; there `v`
-// gets the first slots from the hand, as the look-up left them. position: 0 where nothing was missed.
+// claimed, unless no row follows, and enter the fetch list. The plan gets the numbers, but where a miss knows its entry.
 template <uint32_t THREADS, uint32_t ITEMS, class A>
-DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uint32_t first, const int32_t* position, const looked_up& e,
-                          uint32_t hand, slot_seen* v, tally* n, work* w) {
-  const int32_t* selected = (const int32_t*)a.selected + row * a.k;
+DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uint32_t first, const int32_t* position, const uint64_t* entry,
+                          const looked_up& e, tally* n, work* w) {
   uint64_t* plan = (uint64_t*)a.plan + row * a.k;
-  uint32_t claimed = 0, held = 0;
-  int32_t slot[ITEMS];
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) slot[i] = g.s.slot_of[position[i]];
-  UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) {
-    claimed |= is_claim(slot[i]) ? 1u << i : 0u;
-    held |= slot[i] >= 0 ? 1u << i : 0u;
-  }
-  claimed &= e.missed;
-  uint32_t fresh = e.missed & ~claimed;
-  uint64_t extent[ITEMS <= 2 ? ITEMS : 1];  // asked for before the scan; of many items it would take too many registers
-  if constexpr (ITEMS <= 2) {
+  bool single = is_single(a, g), claims = g.last - g.first > 1u;
+  uint32_t claimed = 0;
+  if (claims && e.missed) {
+    int32_t slot[ITEMS];
     UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) extent[i] = g.table[(uint32_t)position[i] / a.extent_rows];
+    for (uint32_t i = 0; i < ITEMS; i++) slot[i] = g.s.slot_of[e.missed >> i & 1u ? position[i] : 0];
+    UNROLL
+    for (uint32_t i = 0; i < ITEMS; i++) claimed |= is_claim(slot[i]) ? 1u << i : 0u;
+    claimed &= e.missed;
   }
+  uint32_t fresh = e.missed & ~claimed;
   ROLLED
-  for (uint32_t bits = held & fresh; bits; bits &= bits - 1u) drop(g.s, (uint32_t)g.s.slot_of[selected[first + lowest_bit(bits)]]);
+  for (uint32_t bits = e.held & fresh; bits; bits &= bits - 1u) drop(g.s, (uint32_t)g.s.slot_of[pick<ITEMS>(position, lowest_bit(bits))]);
   ROLLED
   for (uint32_t bits = claimed; bits; bits &= bits - 1u) {
-    uint32_t at = first + lowest_bit(bits);
-    plan[at] = (uint64_t)(uint32_t)(claim_of(0) - g.s.slot_of[selected[at]]) << 4 | MISSED;
+    uint32_t i = lowest_bit(bits);
+    plan[first + i] = (uint64_t)(uint32_t)(claim_of(0) - g.s.slot_of[pick<ITEMS>(position, i)]) << 4 | MISSED;
   }
   uint64_t counts = (uint64_t)bit_count(fresh) | (uint64_t)bit_count(e.recent) << 21 | (uint64_t)bit_count(claimed) << 42;
   uint64_t total, before = block_scan<THREADS>(counts, w->scan, &total);
@@ -229,31 +240,32 @@ DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uin
   n->misses += (uint32_t)total & mask;
   n->recent += (uint32_t)(total >> 21) & mask;
   n->duplicates += (uint32_t)(total >> 42);
-  bool single = is_single(a, g), claims = g.last - g.first > 1u;
-  if (single && n->misses) *v = load_slot(a, g, hand, thread_id());
-  auto list = [&](uint32_t at, uint32_t p, uint64_t extent) {
+  ROLLED
+  for (uint32_t bits = fresh; bits; bits &= bits - 1u) {
+    uint32_t i = lowest_bit(bits), at = first + i, p = (uint32_t)pick<ITEMS>(position, i);
     if (claims) g.s.slot_of[p] = claim_of(m);
     ((int32_t*)a.fetch_positions)[g.list + m] = (int32_t)p;
-    ((uint64_t*)a.fetch_sources)[g.list + m] = extent + (uint64_t)(p % a.extent_rows) * a.source_stride_bytes + a.source_offset_bytes;
+    ((uint64_t*)a.fetch_sources)[g.list + m] = pick<ITEMS>(entry, i) & ENTRY;
     if (m < ORDER) {
       w->order[m] = p;
       w->entry[m] = at;
     }
     if (!single) plan[at] = (uint64_t)m << 4 | MISSED;
     m++;
-  };
-  if constexpr (ITEMS <= 2) {
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      if (fresh >> i & 1u) list(first + i, (uint32_t)position[i], extent[i]);
-    }
-  } else {
-    ROLLED
-    for (uint32_t bits = fresh; bits; bits &= bits - 1u) {
-      uint32_t at = first + lowest_bit(bits), p = (uint32_t)selected[at];
-      list(at, p, g.table[p / a.extent_rows]);
-    }
   }
+}
+
+// Miss m gets slot c, which holds position `held`, or none below 0.
+template <class A> DEVICE void give_slot(const A& a, const round_of_group& g, uint32_t m, uint32_t c, int32_t held, const work* w) {
+  uint32_t p = m < ORDER ? w->order[m] : (uint32_t)((const int32_t*)a.fetch_positions)[g.list + m];
+  uint64_t target = slot_reference(g.h, c);
+  if (held >= 0) g.s.slot_of[held] = NOWHERE;
+  g.s.slot_of[p] = (int32_t)c;
+  g.s.position_of[c] = (int32_t)p;
+  g.s.used[c] = g.h.tag;
+  g.s.filled[c] = g.h.tag;
+  ((uint64_t*)a.fetch_targets)[g.list + m] = target;
+  if (is_single(a, g)) ((uint64_t*)a.plan)[g.list + w->entry[m]] = target;
 }
 
 // Gives the misses in order the slots that this round does not use, in circular order from the hand; `v` is the work-item's first one. The hand stops
@@ -261,31 +273,22 @@ DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uin
 template <uint32_t THREADS, class A>
 DEVICE uint32_t give_slots(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, slot_seen v, work* w) {
   static_assert(THREADS < 1u << 15, "the scan of a tile of slots counts in 16 bits");
-  const int32_t* positions = (const int32_t*)a.fetch_positions + g.list;
-  uint64_t *targets = (uint64_t*)a.fetch_targets + g.list, *plan = (uint64_t*)a.plan + g.list;
-  bool single = is_single(a, g);
   uint32_t given = 0;
+  slot_seen next = load_slot(a, g, hand, THREADS + thread_id());
   for (uint32_t tile = 0; tile < a.slots && given < misses; tile += THREADS) {
-    slot_seen next = load_slot(a, g, hand, tile + THREADS + thread_id());
+    slot_seen after = load_slot(a, g, hand, tile + 2 * THREADS + thread_id());  // a tile takes less time than its slots from memory
     uint32_t open = v.used == g.h.tag ? 0u : v.held >= 0 ? 0x10001u : 1u;  // unpinned below, of them holding a row above
     uint32_t total, before = block_scan<THREADS>(open, (uint32_t*)w->scan, &total), m = given + (before & 0xffffu);
     given = given + (total & 0xffffu) < misses ? given + (total & 0xffffu) : misses;
     if (open && m < given) {
-      uint32_t p = m < ORDER ? w->order[m] : (uint32_t)positions[m];
-      uint64_t target = slot_reference(g.h, v.slot);
-      if (v.held >= 0) g.s.slot_of[v.held] = NOWHERE;
-      g.s.slot_of[p] = (int32_t)v.slot;
-      g.s.position_of[v.slot] = (int32_t)p;
-      g.s.used[v.slot] = g.h.tag;
-      g.s.filled[v.slot] = g.h.tag;
-      targets[m] = target;
-      if (single) plan[w->entry[m]] = target;
+      give_slot(a, g, m, v.slot, v.held, w);
       if (m + 1u == given) {
         *g.hand = v.slot + 1u == a.slots ? 0u : v.slot + 1u;
         global_add(g.counters + 4, (uint64_t)((before >> 16) + (open >> 16)));
       }
     }
     v = next;
+    next = after;
   }
   return given;
 }
@@ -326,7 +329,6 @@ DEVICE void complete(const A& a, const round_of_group& g, uint32_t misses, uint3
 // Misses get slots, the plan their targets. Returns the number of slots given.
 template <uint32_t THREADS, uint32_t ITEMS, class A>
 DEVICE uint32_t give_round(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, slot_seen v, work* w) {
-  if (!is_single(a, g)) v = load_slot(a, g, hand, thread_id());
   uint32_t given = give_slots<THREADS>(a, g, misses, hand, v, w);
   complete<THREADS, ITEMS>(a, g, misses, given, w);
   return given;
@@ -346,6 +348,13 @@ DEVICE void add_counts(const round_of_group& g, uint32_t rows_selected, uint32_t
 // fetch_counts while a round's misses are not listed: fetch_rows may begin, and reads the listed rows before their targets are known.
 constexpr uint32_t UNLISTED = ~0u;
 
+// The sources of a round's list are complete.
+DEVICE void list_ends(uint32_t* fetch_count, uint32_t misses) {
+  if (thread_id() != 0) return;
+  fence_device();
+  *fetch_count = misses;
+}
+
 // One round, by a block of THREADS work-items with ITEMS entries each at a time. Rows are numbered one after the other, so that each sees the claims
 // of those before it; no slot is given before the last one was looked up.
 template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(const A& a, uint32_t round, work* w) {
@@ -363,8 +372,8 @@ template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(cons
   }
   uint32_t at = thread_id() * ITEMS, rows_selected = 0, given = 0;
   int32_t position[ITEMS];
+  uint64_t entry[ITEMS];
   tally n = {0, 0, 0};
-  slot_seen v = {0, 0, 0};
   load_selected<ITEMS>(a, g.first, at, position);
   open_session(a, g.first, &g);
   uint32_t hand = *g.hand;
@@ -373,26 +382,36 @@ template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(cons
     rows_selected += count;
     for (uint32_t tile = 0; tile < a.k; tile += TILE) {
       if (row != g.first || tile) load_selected<ITEMS>(a, row, tile + at, position);
-      looked_up e = look_up_entries<ITEMS>(a, g, row, tile + at, count, position);
-      number_misses<THREADS, ITEMS>(a, g, row, tile + at, position, e, hand, &v, &n, w);
+      looked_up e = look_up_entries<ITEMS>(a, g, row, tile + at, count, position, entry);
+      number_misses<THREADS, ITEMS>(a, g, row, tile + at, position, entry, e, &n, w);
     }
     block_sync();  // claims, and pins of slots
   }
-  if (thread_id() == 0) {
-    fence_device();
-    *fetch_count = n.misses;  // the list's sources are complete
-  }
+  slot_seen v = load_slot(a, g, hand, thread_id());
+  list_ends(fetch_count, n.misses);
   if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
   add_counts(g, rows_selected, given, n);
 }
 
+// Part GIVE: a block looks GIVE_THREADS entries up; the round's last one has GIVE_ITEMS of a row at a time.
 constexpr uint32_t GIVE_THREADS = 256, GIVE_ITEMS = 8;
 static_assert(GIVE_THREADS * GIVE_ITEMS == ORDER, "a row is one tile, and its misses fit LDS");
+DEVICE uint32_t give_blocks(const step_give_args& a) { return (a.k + GIVE_THREADS - 1u) / GIVE_THREADS; }  // of a row
 
-// Words of `arrivals` of a round: blocks that have come, what they have missed and what they found past the boundary. 0 between launches.
-constexpr uint32_t ARRIVAL_WORDS = 4;
+// What a block adds to its round's word of `arrivals`, which is 0 between launches: itself, what it has missed and what it found past the boundary.
+constexpr uint32_t ARRIVAL_WORDS = 4, ARRIVAL_MISSED = 21, ARRIVAL_RECENT = 42;
 
-// The round of a query row; false if it is in none. The block of row 0 ends rounds without rows.
+// No round has listed its misses, but those without rows; by the first block of the part, before it lets the next launch begin.
+DEVICE void lists_begin(const step_give_args& a) {
+  const int32_t* starts = (const int32_t*)a.round_starts;
+  for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
+    ((uint32_t*)a.fetch_counts)[round] = starts[round] < starts[round + 1u] ? UNLISTED : 0u;
+  }
+  fence_device();
+  block_sync();
+}
+
+// The round of a query row; false if it is in none.
 DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g, work* w) {
   if (thread_id() == 0) w->round = ~0u;
   block_sync();
@@ -400,7 +419,6 @@ DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g,
   for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
     uint32_t first = (uint32_t)((const int32_t*)a.round_starts)[round], last = (uint32_t)((const int32_t*)a.round_starts)[round + 1u];
     if (first <= row && row < last) w->round = round;
-    if (row == 0 && first >= last) ((int32_t*)a.fetch_counts)[round] = 0;
   }
   block_sync();
   return w->round != ~0u && open_rows(a, w->round, g);
@@ -408,60 +426,85 @@ DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g,
 
 // True in the block that comes last of a round's: it sees what the others wrote, and `n` has their sums.
 DEVICE bool last_of_round(const step_give_args& a, const round_of_group& g, tally* n, work* w) {
-  uint32_t* arrivals = (uint32_t*)a.arrivals + w->round * ARRIVAL_WORDS;
+  constexpr uint32_t MASK = (1u << ARRIVAL_MISSED) - 1u;
+  uint64_t* word = (uint64_t*)((uint32_t*)a.arrivals + w->round * ARRIVAL_WORDS);
   fence_device();
   block_sync();
   if (thread_id() == 0) {
-    if (n->misses) global_add(arrivals + 1, n->misses);
-    if (n->recent) global_add(arrivals + 2, n->recent);
-    fence_device();
-    w->last = global_add(arrivals, 1u) + 1u == g.last - g.first;
+    uint64_t own = 1u | (uint64_t)n->misses << ARRIVAL_MISSED | (uint64_t)n->recent << ARRIVAL_RECENT;
+    w->arrived = global_add(word, own) + own;
   }
   block_sync();
-  if (!w->last) return false;
+  uint64_t all = w->arrived;
+  if (((uint32_t)all & MASK) != (g.last - g.first) * give_blocks(a)) return false;
   fence_device();
-  n->misses = arrivals[1];
-  n->recent = arrivals[2];
-  block_sync();
-  if (thread_id() < 3) arrivals[thread_id()] = 0;
+  n->misses = (uint32_t)(all >> ARRIVAL_MISSED) & MASK;
+  n->recent = (uint32_t)(all >> ARRIVAL_RECENT);
+  if (thread_id() == 0) *word = 0;
   return true;
 }
 
-// Part GIVE of step_gemv, for one query row and a block of 256 work-items: looks the row up. The last block of the round then numbers all misses,
-// gives them slots and completes plan, fetch list and counters, as plan_round does. `w` is LDS of the caller's.
-DEVICE void give_part(const step_give_args& a, uint32_t row, work* w) {
+// The rest of a round, when all its entries are looked up: `n` has the misses, duplicates among them, and the recent ones.
+DEVICE void give_looked_up(const step_give_args& a, const round_of_group& g, uint32_t hand, tally n, work* w) {
   constexpr uint32_t THREADS = GIVE_THREADS, ITEMS = GIVE_ITEMS;
-  round_of_group g;
+  uint32_t at = thread_id() * ITEMS, rows_selected = 0, given = 0;
   int32_t position[ITEMS];
-  uint32_t at = thread_id() * ITEMS, count = (uint32_t)((const int32_t*)a.counts)[row], rows_selected = 0, given = 0;
-  load_selected<ITEMS>(a, row, at, position);
-  open_session(a, row, &g);
-  uint32_t hand = *g.hand;
-  if (!find_round(a, row, &g, w)) return;
-  bool alone = g.last - g.first == 1u;
-  looked_up e = look_up_entries<ITEMS>(a, g, row, at, count, position);
-  tally n = {0, 0, 0};
+  uint64_t entry[ITEMS];
+  bool missed = n.misses;
   slot_seen v = {0, 0, 0};
-  if (!alone) {
-    uint64_t total;
-    block_scan<THREADS>((uint64_t)bit_count(e.missed) | (uint64_t)bit_count(e.recent) << 32, w->scan, &total);
-    n = {(uint32_t)total, (uint32_t)(total >> 32), 0};
-    if (!last_of_round(a, g, &n, w)) return;
-    e.recent = 0;
-  }
-  bool missed = alone || n.misses;
+  if (missed) v = load_slot(a, g, hand, thread_id());
   n.misses = 0;
-  for (uint32_t r = g.first; r < g.last; r++) {
-    uint32_t of_row = (uint32_t)((const int32_t*)a.counts)[r];
-    rows_selected += of_row;
+  for (uint32_t row = g.first; row < g.last; row++) {
+    uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
+    rows_selected += count;
     if (!missed) continue;
-    if (!alone) e.missed = recall_misses<ITEMS>(a, r, at, of_row, position);
-    number_misses<THREADS, ITEMS>(a, g, r, at, position, e, hand, &v, &n, w);
+    looked_up e = recall<ITEMS>(a, row, at, count, position, entry);
+    number_misses<THREADS, ITEMS>(a, g, row, at, position, entry, e, &n, w);
     block_sync();  // claims
   }
+  list_ends((uint32_t*)a.fetch_counts + w->round, n.misses);
   if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
   add_counts(g, rows_selected, given, n);
-  if (thread_id() == 0) ((int32_t*)a.fetch_counts)[w->round] = (int32_t)n.misses;
+}
+
+// What a row's look-ups will need is on its way to the cache: slots by position, tags by slot. `item` of `items` of the row's work-items.
+constexpr uint32_t ASKED_LINES = 4096;  // a longer table comes as it is needed: other sessions' want room in the cache too
+DEVICE void ask_tables(const step_give_args& a, const round_of_group& g, uint32_t item, uint32_t items) {
+#if defined(TILE_MMA)
+  auto ask = [&](const void* table, uint32_t words) {
+    uint32_t lines = (words + 31u) / 32u;
+    for (uint32_t i = item; i < lines && lines <= ASKED_LINES; i += items) ask_line((const uint8_t*)table + i * 128u);
+  };
+  ask(g.s.slot_of, (uint32_t)g.h.cached);
+  ask(g.s.filled, a.slots);
+  ask(g.s.used, a.slots);
+#else
+  (void)a, (void)g, (void)item, (void)items;
+#endif
+}
+
+// Part GIVE of step_gemv, for one stretch of a query row's entries and a block of 256 work-items: looks them up. The last block of the round then
+// numbers all misses, gives them slots and completes plan, fetch list and counters, as plan_round does. `w` is LDS of the caller's. One block cannot
+// have a whole row: its multiprocessor would take longer for 2,048 entries at random places than the products beside it.
+// Before the launch before has ended it reads what only a step's end, or this part of the step before, writes: sessions, rounds, states and hands.
+DEVICE void give_part(const step_give_args& a, uint32_t block, work* w) {
+  uint32_t row = block / give_blocks(a), at = (block - row * give_blocks(a)) * GIVE_THREADS + thread_id();
+  round_of_group g;
+  open_session(a, row, &g);
+  uint32_t hand = *g.hand;
+  bool any = find_round(a, row, &g, w);
+  ask_tables(a, g, at, give_blocks(a) * GIVE_THREADS);
+  previous_done();
+  if (!any) return;
+  uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
+  int32_t position[1];
+  uint64_t entry[1];
+  load_selected<1>(a, row, at, position);
+  looked_up e = look_up_entries<1>(a, g, row, at, count, position, entry);
+  uint64_t total;
+  block_scan<GIVE_THREADS>((uint64_t)e.missed | (uint64_t)e.recent << 32, w->scan, &total);
+  tally n = {(uint32_t)total, (uint32_t)(total >> 32), 0};
+  if (last_of_round(a, g, &n, w)) give_looked_up(a, g, hand, n, w);
 }
 
 // Part PLACE of step_gemv, for one query row and a block of 256 work-items.

@@ -510,11 +510,17 @@ template <class T, bool ONE> DEVICE void route_last(const step_gemv_args& a, con
 }
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {
+  if (a.part == PART_GIVE) {
+    hotcache::give_part(a.part_give, block_x(), (hotcache::work*)lds.x);
+    return;
+  }
+  if (a.part == PART_FETCH) {
+    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
+    return;
+  }
   previous_done();
   if (a.part == PART_ROWS) finish_rows<T>(a, block_x(), lds);
-  else if (a.part == PART_GIVE) hotcache::give_part(a.part_give, block_x(), (hotcache::work*)lds.x);
-  else if (a.part == PART_PLACE) hotcache::place_part(a.part_place, block_x());
-  else history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
+  else hotcache::place_part(a.part_place, block_x());
 }
 static_assert(sizeof(hotcache::work) <= X_UNITS * 16, "GIVE works in the LDS of x");
 
@@ -531,6 +537,7 @@ template <class T, class W, bool ROUTER, bool ONE = false, uint32_t MOST = 8> DE
   if constexpr (RINGS) x = (words16*)lds_bytes();
 #endif
   Lds lds = {x, x_scale, sums, partial, scale};
+  if (!ROUTER && a.part == PART_GIVE && block_x() == 0) hotcache::lists_begin(a.part_give);
   next_may_begin();
   if constexpr (!ROUTER) {
     if (block_x() < a.part_blocks) {

@@ -59,7 +59,6 @@ template <class W, uint32_t MOST> DEVICE void run(const step_gemv_args& a) {
   SHARED(uint32_t, word, 1);
   next_may_begin();
   if (block_x() < a.part_blocks) {
-    previous_done();
     history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
     return;
   }
@@ -131,7 +130,6 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) {
   SHARED(uint32_t, word, 1);
   next_may_begin();
   if (block_x() < a.part_blocks) {
-    previous_done();
     history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
     return;
   }
