@@ -33,6 +33,7 @@
 //   in_global(p)                        p, known to point at device memory: where a pointer was chosen among several
 //   f16_value(bits)                     f16 as f32 by the device's own instruction; finite values are exact
 //   fence_device()                      orders this work-item's accesses for the other blocks of the launch
+//   bit_count(v)                        bits that are set, of a u32
 //   wave32_prefix(v, &total)            exclusive prefix sum of integers over 32 aligned lanes
 //   wave32_max(v)                       the largest of 32 aligned lanes, u64, in each of them
 //   lanes_sum<LANES>(values)              sums of several f32 at once over a group of lanes

@@ -69,6 +69,7 @@ DEVICE uint64_t wave32_max(uint64_t v) {
 }
 
 DEVICE uint32_t uniform(uint32_t v) { return __builtin_amdgcn_readfirstlane(v); }
+DEVICE uint32_t bit_count(uint32_t v) { return (uint32_t)__builtin_popcount(v); }
 DEVICE uint32_t opaque(uint32_t v) {
   asm volatile("" : "+s"(v));
   return v;

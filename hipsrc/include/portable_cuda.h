@@ -56,6 +56,7 @@ DEVICE uint32_t wave32_prefix(uint32_t v, uint32_t* total) {
   return sum - v;
 }
 
+DEVICE uint32_t bit_count(uint32_t v) { return (uint32_t)__popc(v); }
 DEVICE uint32_t uniform(uint32_t v) { return v; }
 DEVICE uint32_t opaque(uint32_t v) {
   asm volatile("" : "+r"(v));

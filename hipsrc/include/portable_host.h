@@ -218,6 +218,7 @@ DEVICE int32_t dot4(uint32_t a, uint32_t b, int32_t c) {
 DEVICE uint32_t with_byte(uint32_t word, uint32_t byte, uint32_t high) { return ((word >> (8 * byte)) & 0xffu) | (high & 0xffffff00u); }
 DEVICE void load16(const void* from, uint32_t* to) { memcpy(to, from, 16); }
 DEVICE uint32_t uniform(uint32_t v) { return v; }
+DEVICE uint32_t bit_count(uint32_t v) { return (uint32_t)__builtin_popcount(v); }
 DEVICE uint32_t opaque(uint32_t v) { return v; }
 DEVICE uint32_t opaque_item(uint32_t v) { return v; }
 template <class A> DEVICE const A& kernel_args(const A& a) { return a; }

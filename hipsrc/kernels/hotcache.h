@@ -63,11 +63,12 @@ DEVICE uint64_t slot_reference(const hot_buffer& h, uint32_t slot) { return h.ba
 
 constexpr uint32_t ORDER = 2048;  // misses whose position and entry are kept in LDS
 struct work {
-  uint64_t scan[BLOCK_SCAN];
+  uint32_t scan[BLOCK_SCAN];
   uint32_t order[ORDER];  // position of the miss
   uint32_t entry[ORDER];  // its place in the row, where the round has one row
   uint64_t arrived;       // GIVE: what has come of the round
   uint32_t round;         // of this row
+  uint32_t sums;          // of the block's look-ups: GIVE: missed below, recent from bit 16 on; hot_plan: recent
 };
 
 // What a block works on: one round of one group.
@@ -129,18 +130,24 @@ DEVICE looked_up look_up_entries(const A& a, const round_of_group& g, uint32_t r
   uint64_t* plan = (uint64_t*)a.plan + row * a.k;
   uint32_t inside = bits_of_entries<ITEMS>(first, count), recent = 0, known = 0, held = 0, filled[ITEMS];
   int32_t slot[ITEMS];
+  uint32_t rest[ITEMS];
   uint64_t extent[ITEMS];
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) position[i] = inside >> i & 1u ? position[i] : 0;
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) slot[i] = g.s.slot_of[position[i]];
   UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) extent[i] = g.table[position[i] < g.h.cached ? (uint32_t)position[i] / a.extent_rows : 0u];
+  for (uint32_t i = 0; i < ITEMS; i++) {  // one division: of the place in the ring, or in the extent
+    bool past = position[i] >= g.h.cached;
+    uint32_t by = past ? g.h.modulus : a.extent_rows, quotient = (uint32_t)position[i] / by;
+    rest[i] = (uint32_t)position[i] - quotient * by;
+    recent |= past ? 1u << i : 0u;
+    extent[i] = g.table[past ? 0u : quotient];
+  }
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) filled[i] = g.s.filled[slot[i] >= 0 ? slot[i] : 0];
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) {
-    recent |= position[i] >= g.h.cached ? 1u << i : 0u;
     known |= slot[i] >= 0 && filled[i] != g.h.tag ? 1u << i : 0u;
     held |= slot[i] >= 0 ? 1u << i : 0u;
   }
@@ -149,16 +156,15 @@ DEVICE looked_up look_up_entries(const A& a, const round_of_group& g, uint32_t r
   uint32_t found = inside & ~recent & known;
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) {
-    uint32_t p = (uint32_t)position[i];
     entry[i] = 0;
     if (found >> i & 1u) {
       g.s.used[slot[i]] = g.h.tag;
       g.s.filled[slot[i]] = 0;
       entry[i] = slot_reference(g.h, (uint32_t)slot[i]);
     } else if (e.recent >> i & 1u) {
-      entry[i] = g.h.base + (uint64_t)(p % g.h.modulus) * g.h.row_bytes;
+      entry[i] = g.h.base + (uint64_t)rest[i] * g.h.row_bytes;
     } else if (e.missed >> i & 1u) {
-      entry[i] = extent[i] + (uint64_t)(p % a.extent_rows) * a.source_stride_bytes + a.source_offset_bytes;
+      entry[i] = extent[i] + (uint64_t)rest[i] * a.source_stride_bytes + a.source_offset_bytes;
       entry[i] |= e.held >> i & 1u ? MISSED | HELD : MISSED;
     }
     if (first + i < a.k) plan[first + i] = entry[i];
@@ -166,14 +172,14 @@ DEVICE looked_up look_up_entries(const A& a, const round_of_group& g, uint32_t r
   return e;
 }
 
-// Entries that have been looked up, by whichever block; position and entry as look_up_entries had them.
-template <uint32_t ITEMS, class A>
-DEVICE looked_up recall(const A& a, uint32_t row, uint32_t first, uint32_t count, int32_t* position, uint64_t* entry) {
+// Entries that have been looked up, by whichever block; position as look_up_entries had it.
+template <uint32_t ITEMS, class A> DEVICE looked_up recall(const A& a, uint32_t row, uint32_t first, uint32_t count, int32_t* position) {
   const uint64_t* plan = (const uint64_t*)a.plan + row * a.k;
+  uint32_t entry[ITEMS];
   looked_up e = {0, 0, 0};
   load_selected<ITEMS>(a, row, first, position);
   UNROLL
-  for (uint32_t i = 0; i < ITEMS; i++) entry[i] = plan[first + i < a.k ? first + i : 0u];
+  for (uint32_t i = 0; i < ITEMS; i++) entry[i] = (uint32_t)plan[first + i < a.k ? first + i : 0u];
   UNROLL
   for (uint32_t i = 0; i < ITEMS; i++) {
     e.missed |= entry[i] & MISSED ? 1u << i : 0u;
@@ -210,7 +216,8 @@ struct tally {
 };
 
 // Numbers the misses of a tile in order of their place, after those counted so far. A claim of an earlier row makes a duplicate; new misses are
-// claimed, unless no row follows, and enter the fetch list. The plan gets the numbers, but where a miss knows its entry.
+// claimed, unless no row follows, and enter the fetch list. The plan gets the numbers, but where a miss knows its entry. entry: as look_up_entries has
+// it, where a work-item has few; of many it is read again.
 template <uint32_t THREADS, uint32_t ITEMS, class A>
 DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uint32_t first, const int32_t* position, const uint64_t* entry,
                           const looked_up& e, tally* n, work* w) {
@@ -233,19 +240,17 @@ DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uin
     uint32_t i = lowest_bit(bits);
     plan[first + i] = (uint64_t)(uint32_t)(claim_of(0) - g.s.slot_of[pick<ITEMS>(position, i)]) << 4 | MISSED;
   }
-  uint64_t counts = (uint64_t)bit_count(fresh) | (uint64_t)bit_count(e.recent) << 21 | (uint64_t)bit_count(claimed) << 42;
-  uint64_t total, before = block_scan<THREADS>(counts, w->scan, &total);
-  const uint32_t mask = (1u << 21) - 1u;
-  uint32_t m = n->misses + ((uint32_t)before & mask);
-  n->misses += (uint32_t)total & mask;
-  n->recent += (uint32_t)(total >> 21) & mask;
-  n->duplicates += (uint32_t)(total >> 42);
+  static_assert(THREADS * ITEMS < 1u << 16, "the scan of a tile of entries counts in 16 bits");
+  uint32_t total, before = block_scan<THREADS>(bit_count(fresh) | bit_count(claimed) << 16, w->scan, &total);
+  uint32_t m = n->misses + (before & 0xffffu);
+  n->misses += total & 0xffffu;
+  n->duplicates += total >> 16;
   ROLLED
   for (uint32_t bits = fresh; bits; bits &= bits - 1u) {
     uint32_t i = lowest_bit(bits), at = first + i, p = (uint32_t)pick<ITEMS>(position, i);
     if (claims) g.s.slot_of[p] = claim_of(m);
     ((int32_t*)a.fetch_positions)[g.list + m] = (int32_t)p;
-    ((uint64_t*)a.fetch_sources)[g.list + m] = pick<ITEMS>(entry, i) & ENTRY;
+    ((uint64_t*)a.fetch_sources)[g.list + m] = (ITEMS <= 2 ? pick<ITEMS>(entry, i) : plan[at]) & ENTRY;
     if (m < ORDER) {
       w->order[m] = p;
       w->entry[m] = at;
@@ -278,7 +283,7 @@ DEVICE uint32_t give_slots(const A& a, const round_of_group& g, uint32_t misses,
   for (uint32_t tile = 0; tile < a.slots && given < misses; tile += THREADS) {
     slot_seen after = load_slot(a, g, hand, tile + 2 * THREADS + thread_id());  // a tile takes less time than its slots from memory
     uint32_t open = v.used == g.h.tag ? 0u : v.held >= 0 ? 0x10001u : 1u;  // unpinned below, of them holding a row above
-    uint32_t total, before = block_scan<THREADS>(open, (uint32_t*)w->scan, &total), m = given + (before & 0xffffu);
+    uint32_t total, before = block_scan<THREADS>(open, w->scan, &total), m = given + (before & 0xffffu);
     given = given + (total & 0xffffu) < misses ? given + (total & 0xffffu) : misses;
     if (open && m < given) {
       give_slot(a, g, m, v.slot, v.held, w);
@@ -377,16 +382,20 @@ template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(cons
   load_selected<ITEMS>(a, g.first, at, position);
   open_session(a, g.first, &g);
   uint32_t hand = *g.hand;
+  if (thread_id() == 0) w->sums = 0;
+  block_sync();
   for (uint32_t row = g.first; row < g.last; row++) {
     uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
     rows_selected += count;
     for (uint32_t tile = 0; tile < a.k; tile += TILE) {
       if (row != g.first || tile) load_selected<ITEMS>(a, row, tile + at, position);
       looked_up e = look_up_entries<ITEMS>(a, g, row, tile + at, count, position, entry);
+      if (e.recent) lds_add(&w->sums, bit_count(e.recent));
       number_misses<THREADS, ITEMS>(a, g, row, tile + at, position, entry, e, &n, w);
     }
     block_sync();  // claims, and pins of slots
   }
+  n.recent = w->sums;
   slot_seen v = load_slot(a, g, hand, thread_id());
   list_ends(fetch_count, n.misses);
   if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
@@ -413,7 +422,10 @@ DEVICE void lists_begin(const step_give_args& a) {
 
 // The round of a query row; false if it is in none.
 DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g, work* w) {
-  if (thread_id() == 0) w->round = ~0u;
+  if (thread_id() == 0) {
+    w->round = ~0u;
+    w->sums = 0;
+  }
   block_sync();
   ROLLED
   for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
@@ -424,14 +436,14 @@ DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g,
   return w->round != ~0u && open_rows(a, w->round, g);
 }
 
-// True in the block that comes last of a round's: it sees what the others wrote, and `n` has their sums.
+// True in the block that comes last of a round's: it sees what the others wrote, and `n` has the sums of all.
 DEVICE bool last_of_round(const step_give_args& a, const round_of_group& g, tally* n, work* w) {
   constexpr uint32_t MASK = (1u << ARRIVAL_MISSED) - 1u;
   uint64_t* word = (uint64_t*)((uint32_t*)a.arrivals + w->round * ARRIVAL_WORDS);
   fence_device();
   block_sync();
   if (thread_id() == 0) {
-    uint64_t own = 1u | (uint64_t)n->misses << ARRIVAL_MISSED | (uint64_t)n->recent << ARRIVAL_RECENT;
+    uint64_t own = 1u | (uint64_t)(w->sums & 0xffffu) << ARRIVAL_MISSED | (uint64_t)(w->sums >> 16) << ARRIVAL_RECENT;
     w->arrived = global_add(word, own) + own;
   }
   block_sync();
@@ -449,7 +461,6 @@ DEVICE void give_looked_up(const step_give_args& a, const round_of_group& g, uin
   constexpr uint32_t THREADS = GIVE_THREADS, ITEMS = GIVE_ITEMS;
   uint32_t at = thread_id() * ITEMS, rows_selected = 0, given = 0;
   int32_t position[ITEMS];
-  uint64_t entry[ITEMS];
   bool missed = n.misses;
   slot_seen v = {0, 0, 0};
   if (missed) v = load_slot(a, g, hand, thread_id());
@@ -458,8 +469,8 @@ DEVICE void give_looked_up(const step_give_args& a, const round_of_group& g, uin
     uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
     rows_selected += count;
     if (!missed) continue;
-    looked_up e = recall<ITEMS>(a, row, at, count, position, entry);
-    number_misses<THREADS, ITEMS>(a, g, row, at, position, entry, e, &n, w);
+    looked_up e = recall<ITEMS>(a, row, at, count, position);
+    number_misses<THREADS, ITEMS>(a, g, row, at, position, nullptr, e, &n, w);
     block_sync();  // claims
   }
   list_ends((uint32_t*)a.fetch_counts + w->round, n.misses);
@@ -483,28 +494,74 @@ DEVICE void ask_tables(const step_give_args& a, const round_of_group& g, uint32_
 #endif
 }
 
+// Arguments in LDS, and what those of a rehearsal point at, 64 bytes each in the order of the fields: a row of eight entries, of which one is found, one
+// recent and six are missed, and eight slots.
+constexpr uint32_t WORLD_ARRAYS = 18, WORLD_WORDS = 16;
+struct small_world {
+  step_give_args args[2];  // of the rehearsal, of the part
+  words16 arrays[WORLD_ARRAYS * WORLD_WORDS / 4];
+};
+struct give_work {
+  work lds;
+  small_world world;
+};
+static_assert(__builtin_offsetof(step_give_args, source_offset_bytes) == WORLD_ARRAYS * 8, "the pointers come first");
+static_assert(sizeof(step_give_args) / 4 <= GIVE_THREADS, "a word a work-item");
+
+DEVICE void make_world(const step_give_args& a, small_world* m) {
+  uint32_t *words = (uint32_t*)m->arrays, *made = (uint32_t*)&m->args[0], t = thread_id();
+  ROLLED
+  for (uint32_t i = t; i < WORLD_ARRAYS * WORLD_WORDS; i += GIVE_THREADS) {
+    uint32_t array = i / WORLD_WORDS, at = i % WORLD_WORDS, word = 0;
+    if (array == 0) word = at;                                        // selected
+    if (array == 1) word = 8;                                         // counts
+    if (array == 3 || (array == 5 && at == 4)) word = at ? 1u : 0u;   // round_starts; the round of states
+    if (array == 5 && at == 3) word = 7;                              // boundary
+    if ((array == 6 || array == 7) && at) word = ~0u;                 // slot_of, position_of
+    words[i] = word;
+  }
+  if (t < sizeof(step_give_args) / 4) {
+    ((uint32_t*)&m->args[1])[t] = ((const uint32_t*)&a)[t];
+    bool none = t == __builtin_offsetof(step_give_args, group) / 4 || t == __builtin_offsetof(step_give_args, source_stride_bytes) / 4;
+    if (t >= 2 * WORLD_ARRAYS) made[t] = none || t < __builtin_offsetof(step_give_args, k) / 4 ? 0u : 8u;  // sources are multiples of 16
+  }
+  if (t < WORLD_ARRAYS) ((uint64_t*)made)[t] = (uint64_t)(words + t * WORLD_WORDS);
+  block_sync();
+}
+
 // Part GIVE of step_gemv, for one stretch of a query row's entries and a block of 256 work-items: looks them up. The last block of the round then
-// numbers all misses, gives them slots and completes plan, fetch list and counters, as plan_round does. `w` is LDS of the caller's. One block cannot
-// have a whole row: its multiprocessor would take longer for 2,048 entries at random places than the products beside it.
+// numbers all misses, gives them slots and completes plan, fetch list and counters, as plan_round does. One block cannot have a whole row: its
+// multiprocessor would take longer for 2,048 entries at random places than the products beside it.
 // Before the launch before has ended it reads what only a step's end, or this part of the step before, writes: sessions, rounds, states and hands.
-DEVICE void give_part(const step_give_args& a, uint32_t block, work* w) {
+DEVICE void give_stretch(const step_give_args& a, uint32_t block, bool live, work* w) {
   uint32_t row = block / give_blocks(a), at = (block - row * give_blocks(a)) * GIVE_THREADS + thread_id();
   round_of_group g;
   open_session(a, row, &g);
   uint32_t hand = *g.hand;
   bool any = find_round(a, row, &g, w);
-  ask_tables(a, g, at, give_blocks(a) * GIVE_THREADS);
-  previous_done();
+  if (live) {
+    ask_tables(a, g, at, give_blocks(a) * GIVE_THREADS);
+    previous_done();
+  }
   if (!any) return;
   uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
   int32_t position[1];
   uint64_t entry[1];
   load_selected<1>(a, row, at, position);
   looked_up e = look_up_entries<1>(a, g, row, at, count, position, entry);
-  uint64_t total;
-  block_scan<GIVE_THREADS>((uint64_t)e.missed | (uint64_t)e.recent << 32, w->scan, &total);
-  tally n = {(uint32_t)total, (uint32_t)(total >> 32), 0};
+  if (e.missed | e.recent) lds_add(&w->sums, e.missed | e.recent << 16);
+  tally n = {0, 0, 0};
   if (last_of_round(a, g, &n, w)) give_looked_up(a, g, hand, n, w);
+}
+
+// `w`: LDS of the caller's. The rehearsal is of the same instructions, so that they come from memory while the launch before goes on.
+DEVICE void give_part(const step_give_args& a, uint32_t block, give_work* w) {
+  if (REHEARSES) make_world(a, &w->world);
+  ROLLED
+  for (uint32_t turn = REHEARSES ? 0u : 1u; turn < 2u; turn++) {
+    give_stretch(REHEARSES ? w->world.args[turn] : a, turn ? block : 0u, turn, &w->lds);
+    if (!turn) block_sync();
+  }
 }
 
 // Part PLACE of step_gemv, for one query row and a block of 256 work-items.

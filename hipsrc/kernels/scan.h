@@ -54,11 +54,6 @@ template <class T> DEVICE T block_prefix(T v, T* lds, T* total) {
   return before + groups;
 }
 
-DEVICE uint32_t bit_count(uint32_t v) {
-  v -= v >> 1 & 0x55555555u;
-  v = (v & 0x33333333u) + (v >> 2 & 0x33333333u);
-  return ((v + (v >> 4)) & 0x0f0f0f0fu) * 0x01010101u >> 24;
-}
 // Index of the lowest bit that is set; v != 0.
 DEVICE uint32_t lowest_bit(uint32_t v) { return bit_count((v & (0u - v)) - 1u); }
 

@@ -511,7 +511,7 @@ template <class T, bool ONE> DEVICE void route_last(const step_gemv_args& a, con
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {
   if (a.part == PART_GIVE) {
-    hotcache::give_part(a.part_give, block_x(), (hotcache::work*)lds.x);
+    hotcache::give_part(a.part_give, block_x(), (hotcache::give_work*)lds.x);
     return;
   }
   if (a.part == PART_FETCH) {
@@ -522,7 +522,7 @@ template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds)
   if (a.part == PART_ROWS) finish_rows<T>(a, block_x(), lds);
   else hotcache::place_part(a.part_place, block_x());
 }
-static_assert(sizeof(hotcache::work) <= X_UNITS * 16, "GIVE works in the LDS of x");
+static_assert(sizeof(hotcache::give_work) <= X_UNITS * 16, "GIVE works in the LDS of x");
 
 // ONE: a.rows is 1. MOST: of multiply_tiles.
 template <class T, class W, bool ROUTER, bool ONE = false, uint32_t MOST = 8> DEVICE void run(const step_gemv_args& a) {
