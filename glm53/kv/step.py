@@ -25,7 +25,9 @@ from glm53.ops.step_state import RowPlace
 from glm53.spec import DType, Offsets
 
 Runs = Sequence[tuple[int, int]]  # (session, query rows) in the order of the rows
-FETCH_BLOCKS = 12
+# Extra blocks that fetch, 24 KiB in flight each. Beside absorption there is room for many; o leaves room for 12 on an H200, and any more would wait for
+# blocks of products to end, or make those wait.
+LEADER_BLOCKS, FOLLOWER_BLOCKS = 32, 12
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,9 @@ class HostStep:
             tier.layout.row_bytes,
         )
         starts = self.rows.round_starts.slice(0, rounds + 1)
-        args = rows.fetch_list_args(tier.fetch_list, starts, range(layer, layer + 1), places, tier.config.topk, FETCH_BLOCKS)
-        return FetchPart(args, FETCH_BLOCKS, rounds)
+        blocks = LEADER_BLOCKS if layer == layers[0] else FOLLOWER_BLOCKS
+        args = rows.fetch_list_args(tier.fetch_list, starts, range(layer, layer + 1), places, tier.config.topk, blocks)
+        return FetchPart(args, blocks, rounds)
 
     def gather(self, layer: int, row_count: int) -> None:
         rounds = self.rows.rounds(row_count)

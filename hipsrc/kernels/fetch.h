@@ -81,14 +81,27 @@ template <class R> DEVICE void move_runs(const R& r, uint32_t total, uint32_t bl
   }
 }
 
-// One fetch list. A run: planes [plane_first, plane_first + planes) of a listed row. LATE: as DEVICE_LATE.
-template <bool LATE> struct fetch_list : dealt_runs {
-  static constexpr bool DEVICE_LATE = LATE;
-  const uint64_t* sources;
-  const uint64_t* targets;
-  const fetch_args* a;  // read where it lies: the step's kernels have no registers to spare
-  DEVICE uint64_t host(const fetch_list& f, uint32_t entry) { return f.sources[entry] + (uint64_t)f.a->plane_first * f.a->row_bytes; }
-  DEVICE uint64_t device(const fetch_list& f, uint32_t entry) { return f.targets[entry]; }
+// Fetch lists of rounds from `round` on, one after the other. A run: planes [plane_first, plane_first + planes) of a listed row.
+constexpr uint32_t FETCH_ROUNDS = 32;
+struct fetch_list : dealt_runs {
+  static constexpr bool DEVICE_LATE = true;
+  const fetch_args* a;   // read where it lies: the step's kernels have no registers to spare
+  uint32_t round;
+  const uint32_t* ends;  // LDS [FETCH_ROUNDS]: entries up to the end of each round; nullptr: of one round
+  // Where an entry of all lists stands.
+  DEVICE uint64_t place_of(const fetch_list& f, uint32_t entry) {
+    uint32_t round = 0;
+    if (f.ends) {
+      UNROLL
+      for (uint32_t step = FETCH_ROUNDS / 2; step; step /= 2) round += f.ends[round + step - 1u] <= entry ? step : 0u;
+      entry -= round ? f.ends[round - 1u] : 0u;
+    }
+    return (uint64_t)((const int32_t*)f.a->round_starts)[f.round + round] * f.a->k + entry;
+  }
+  DEVICE uint64_t host(const fetch_list& f, uint32_t entry) {
+    return ((const uint64_t*)f.a->sources)[place_of(f, entry)] + (uint64_t)f.a->plane_first * f.a->row_bytes;
+  }
+  DEVICE uint64_t device(const fetch_list& f, uint32_t entry) { return ((const uint64_t*)f.a->targets)[place_of(f, entry)]; }
   DEVICE const words16* from(const fetch_list& f, uint64_t host, uint64_t, uint32_t place) {
     return pointer_from<const words16>(host, f.run * 16u) + place;
   }
@@ -111,23 +124,25 @@ DEVICE uint32_t listed(const fetch_args& a, uint32_t round) {
   return load_system(count);
 }
 
-// A list of `count` entries of one round, dealt to `blocks` blocks of 256 work-items; this one is number `block`. Returns the pieces of the list. The
-// caller keeps a list below 2^31 words.
-template <bool LATE> DEVICE uint32_t fetch_entries(const fetch_args& a, uint32_t round, uint32_t count, uint32_t block, uint32_t blocks) {
-  uint64_t list = (uint64_t)((const int32_t*)a.round_starts)[round] * a.k;
-  fetch_list<LATE> f = {{deal_runs(a.row_bytes, a.planes, blocks)}, (const uint64_t*)a.sources + list, (const uint64_t*)a.targets + list, &a};
-  uint32_t total = (int32_t)count > 0 ? count * f.pieces : 0u;
-  move_runs(f, total, block, blocks);
-  return total;
+// `count` entries, dealt to `blocks` blocks of 256 work-items; this one is number `block`. The caller keeps them below 2^31 words.
+DEVICE void fetch_entries(const fetch_args& a, uint32_t round, const uint32_t* ends, uint32_t count, uint32_t block, uint32_t blocks) {
+  fetch_list f = {{deal_runs(a.row_bytes, a.planes, blocks)}, &a, round, ends};
+  move_runs(f, (int32_t)count > 0 ? count * f.pieces : 0u, block, blocks);
 }
 
-// What fetch_rows does, all rounds in turn. Each round's list starts at the block behind the last one of the round before. It waits for what earlier
-// launches wrote, but reads a list's rows before that.
-DEVICE void fetch_part(const fetch_args& a, uint32_t block, uint32_t blocks, uint32_t rounds) {
-  uint32_t dealt = 0;
-  for (uint32_t round = 0; round < rounds; round++) {
-    uint32_t turned = block + blocks - dealt;
-    dealt = (dealt + fetch_entries<true>(a, round, listed(a, round), turned < blocks ? turned : turned - blocks, blocks)) % blocks;
+// What fetch_rows does, the lists of all rounds as one: few rows of many sessions are under way together. It waits for what earlier launches wrote, but
+// reads listed rows before that. ends: LDS [FETCH_ROUNDS].
+DEVICE void fetch_part(const fetch_args& a, uint32_t block, uint32_t blocks, uint32_t rounds, uint32_t* ends) {
+  if (rounds == 1) fetch_entries(a, 0, nullptr, listed(a, 0), block, blocks);
+  for (uint32_t round = 0; rounds > 1 && round < rounds; round += FETCH_ROUNDS) {
+    uint32_t at = round + thread_id(), total;
+    if (thread_id() < FETCH_ROUNDS) {
+      uint32_t count = at < rounds ? listed(a, at) : 0u;
+      ends[thread_id()] = count + wave32_prefix(count, &total);
+    }
+    block_sync();
+    fetch_entries(a, round, ends, ends[FETCH_ROUNDS - 1], block, blocks);
+    block_sync();
   }
   previous_done();
 }

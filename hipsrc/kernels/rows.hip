@@ -213,7 +213,7 @@ EARLY_KERNEL(fetch_rows, fetch_args, 256, 2) {
   next_may_begin();
   if (thread_id() == 0) *count = history_rows::listed(a, block_y());
   block_sync();
-  history_rows::fetch_entries<true>(a, block_y(), *count, block_x(), a.blocks);
+  history_rows::fetch_entries(a, block_y(), nullptr, *count, block_x(), a.blocks);
   previous_done();
 }
 

@@ -515,7 +515,7 @@ template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds)
     return;
   }
   if (a.part == PART_FETCH) {
-    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
+    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds, (uint32_t*)lds.x);
     return;
   }
   previous_done();

@@ -56,10 +56,10 @@ template <class W, uint32_t MOST> DEVICE void run(const step_gemv_args& a) {
   SHARED(words16, x, (RINGS ? 1 : WAVES * X_BYTES / 16));
   SHARED(float, x_scale, (RINGS ? 1 : SIDE));
   SHARED(float, sums, (RINGS ? 1 : SUMS));
-  SHARED(uint32_t, word, 1);
+  SHARED(uint32_t, word, history_rows::FETCH_ROUNDS);
   next_may_begin();
   if (block_x() < a.part_blocks) {
-    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
+    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds, word);
     return;
   }
   Share share = share_of(a, block_x() - a.part_blocks);
@@ -127,10 +127,10 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) {
   SHARED(words16, planes, wave_one::X_UNITS);
   SHARED(float, x_scale, WAVES * RUN);
   SHARED(float, sums, WAVES * COLS);
-  SHARED(uint32_t, word, 1);
+  SHARED(uint32_t, word, history_rows::FETCH_ROUNDS);
   next_may_begin();
   if (block_x() < a.part_blocks) {
-    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds);
+    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds, word);
     return;
   }
   wave_one::Lds lds = {ring, scales, planes, x_scale, nullptr, sums, nullptr};
