@@ -172,7 +172,8 @@ class step_gemv_args(Args):
 
 
 class step_experts_args(Args):
-    """act[p, j] = T(T(silu(gate)) * up) of pair p = row * slots + slot at expert ids[p], with gate and up in T. Grid: (pairs, blocks of columns)."""
+    """act[p, j] = T(T(silu(gate)) * up) of pair p = row * slots + slot at expert ids[p], with gate and up in T. Grid: (pairs, blocks of columns), or
+    (blocks that share the work, at least as many as pairs)."""
 
     _fields_ = [
         ("x", c_void_p),  # [rows, k] T, normed
@@ -186,13 +187,16 @@ class step_experts_args(Args):
         ("n", c_uint32),
         ("k", c_uint32),
         ("format", c_uint32),
+        ("blocks", c_uint32),  # of the launch, where they share the work
+        ("_pad", c_uint32),
     ]
 
 
 class step_down_args(Args):
     """y[r, c] = T(residual[r, c] + (sum over slots ascending of (weight * act) @ down[expert]^T + shared_act @ shared_down^T)) in f32; T f32: weight
     times the slot's sum. The sums of both halves of k are added last. On a device of a pair k is one half: with mail, T bf16, the other device's sums
-    are added; without a residual y = the sum. Grid: (rows, blocks of columns; T bf16 with both halves: 2 of each)."""
+    are added; without a residual y = the sum. Grid: (rows, blocks of columns; T bf16 with both halves: 2 of each), or (blocks that share
+    the work, at least as many as rows)."""
 
     _fields_ = [
         ("act", c_void_p),  # [rows * slots, k] T
@@ -217,7 +221,7 @@ class step_down_args(Args):
         ("format", c_uint32),
         ("shared_format", c_uint32),
         ("waiting_blocks", c_uint32),  # the first blocks, which may wait for another device: all with mail
-        ("_pad", c_uint32),
+        ("blocks", c_uint32),  # of the launch, where they share the work
     ]
 
 

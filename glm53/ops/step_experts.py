@@ -27,6 +27,7 @@ _SHARED = {
     DType.BF16: (WeightFormat.BF16, WeightFormat.Q8G64),
 }
 _PAIRS_MAX = 0xFFFF  # the bf16 kernel counts the pairs of an expert in 16 bits
+_EXPERTS_MAX = 16_384  # a kernel of several rows on sm_90 counts the pairs of all experts in workgroup memory
 _CODES = {WeightFormat.F32: DType.F32, WeightFormat.BF16: DType.BF16, WeightFormat.Q8G64: DType.U8, WeightFormat.Q4G64: DType.U8}
 
 
@@ -67,7 +68,7 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
 
     x [rows, k] T, ids [rows, slots] i32, weight [experts, 2 * n, k] (n gate rows, then n up rows), act [rows, slots, n] T. An id outside
     [0, experts) gives zeros. Formats: T f32: f32, bf16, q4g64; T bf16: bf16, q8g64, q4g64, with k a multiple of 8 from 64 on, x and codes at
-    multiples of 16 bytes. At most 65,535 pairs; fast for few rows. Raises ContractError. Source: as matmul and silu_mul round.
+    multiples of 16 bytes. At most 65,535 pairs and 16,384 experts; fast for few rows. Raises ContractError. Source: as matmul and silu_mul round.
     """
     d = Dims("step_experts")
     d.match("x", x, "rows", "k", dtype=_T)
@@ -79,6 +80,7 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
     d.match("act", act, "rows", "slots", "n", dtype=x.dtype)
     d.distinct("act", act, "x", x)
     d.require(d["rows"] * d["slots"] <= _PAIRS_MAX, f"x has {d['rows']} rows of {d['slots']} slots, expected at most {_PAIRS_MAX:,} pairs")
+    d.require(d["experts"] <= _EXPERTS_MAX, f"weight has {d['experts']} experts, expected at most {_EXPERTS_MAX:,}")
     if weight.format.quantised:
         _require_aligned(d, "x", x)
     if x.dtype is DType.BF16:
@@ -97,9 +99,16 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
         k=d["k"],
         format=weight.format,
     )
-    constants = stream.device.kernel(name).constants
-    columns = constants["cols"] * (constants.get("sweep", 1) if on_sm(stream) else 1)
-    launch(stream, name, (d["rows"] * d["slots"], ceil_div(d["n"], columns), 1), args)
+    pairs = d["rows"] * d["slots"]
+    args.blocks = max(_blocks_that_share(stream, name), pairs)  # so that no share is longer than the columns of a turn
+    grid = (args.blocks, 1, 1) if _blocks_that_share(stream, name) else (pairs, ceil_div(d["n"], stream.device.kernel(name).constants["cols"]), 1)
+    launch(stream, name, grid, args)
+
+
+def _blocks_that_share(stream: Stream, kernel: str) -> int:
+    """How many blocks of a kernel share the work of its launch: those that run at once; 0: each has an output of its own."""
+    resident = stream.device.kernel(kernel).constants.get("resident", 0)
+    return resident * stream.device.properties.compute_units if on_sm(stream) else 0
 
 
 def down(
@@ -203,6 +212,11 @@ def _launch_down(d: Dims, stream: Stream, dtype: DType, weight_format: WeightFor
     if mail is not None and scaled and args.rows * ceil_div(args.n, columns // 2) <= blocks_at_once(stream):
         name, columns = f"step_down_narrow_{dtype.label}_{weight_format.label}", columns // 2
     sets = ceil_div(args.n, columns)
+    if args.partial and args.rows > 1 and scaled and on_sm(stream):
+        name = f"step_down_rows_{dtype.label}_{weight_format.label}"
+        args.blocks = max(_blocks_that_share(stream, name), args.rows)
+        launch(stream, name, (args.blocks, 1, 1), args)
+        return
     if mail is not None:
         mail.bind(d, args.mail, args.rows * args.n, args.rows * sets)
         args.waiting_blocks = args.rows * sets

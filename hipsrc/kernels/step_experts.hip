@@ -18,18 +18,6 @@ using namespace wave_product;
 constexpr uint32_t EXPERT_COLS = COLS / 2, DOWN_COLS = COLS;  // columns of a block of the grid
 constexpr uint32_t SLOTS_MAX = 16;
 
-// Through rings (wave_rows.h) a block has SWEEP sets of columns one after the other, and fewer members.
-#if defined(TILE_MMA)
-constexpr uint32_t SWEEP = 4;
-template <class W> constexpr uint32_t sets_of = W::SCALED ? SWEEP : 1;
-template <class W> constexpr bool in_rings = W::SCALED;
-template <class W> constexpr uint32_t MEMBERS = W::SCALED ? wave_rows::SET : ROWS;
-#else
-template <class W> constexpr uint32_t sets_of = 1;
-template <class W> constexpr bool in_rings = false;
-template <class W> constexpr uint32_t MEMBERS = ROWS;
-#endif
-
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 // Values [.., k) of the rows, `pitch` values apart, of a matrix.
@@ -123,9 +111,9 @@ template <class W> DEVICE void down_f32(const Rows<W>& w, uint32_t first, uint32
   });
 }
 
-// Pairs of one expert share a block, so that its weights are read once: counted in ascending order, each turn of MEMBERS has the block of its first
+// Pairs of one expert share a block, so that its weights are read once: counted in ascending order, each turn of ROWS has the block of its first
 // pair. members[]: the pairs, after block_sync; each wave finds the same. Returns how many, 0 where another pair's block does the work.
-template <uint32_t MEMBERS> DEVICE uint32_t find_members(const step_experts_args& a, uint32_t pair, uint32_t expert, uint32_t* members) {
+DEVICE uint32_t find_members(const step_experts_args& a, uint32_t pair, uint32_t expert, uint32_t* members) {
   constexpr uint32_t AHEAD = 4;  // loads at once
   uint32_t pairs = a.rows * a.slots, seen = 0, lane = thread_id() % 32;  // seen: before this pair, and from it on in the upper half
   ROLLED
@@ -140,11 +128,11 @@ template <uint32_t MEMBERS> DEVICE uint32_t find_members(const step_experts_args
     for (uint32_t i = 0; i < AHEAD; i++) {
       uint32_t other = base + 32 * i + lane, total;
       uint32_t one = other >= pairs || ids[i] != expert ? 0u : other < pair ? 1u : 0x10000u, rank = (seen + wave32_prefix(one, &total)) >> 16;
-      if (one == 0x10000u && rank < MEMBERS) members[rank] = other;
+      if (one == 0x10000u && rank < ROWS) members[rank] = other;
       seen += total;
     }
   }
-  return (seen & 0xffffu) % MEMBERS == 0 ? least(seen >> 16, MEMBERS) : 0u;
+  return (seen & 0xffffu) % ROWS == 0 ? least(seen >> 16, ROWS) : 0u;
 }
 
 // The outputs of 16 columns from first(wave) on, gate and up side by side; sum(wave, row of the members).
@@ -176,62 +164,40 @@ template <class W> DEVICE void experts_tiles(const step_experts_args& a, uint32_
   store_act(a, w.wide, members, count, first, [&](uint32_t wave, uint32_t r) { return sum_of(w, lds, wave, r, {}); });
 }
 
-#if defined(TILE_MMA)
-// The same of SWEEP sets of columns. k < LONG_K: of the blocks that have eight sets together the first one works, each wave on its own.
-template <class W> DEVICE void experts_rings(const step_experts_args& a, uint32_t expert, const uint32_t* members, uint32_t count) {
-  Weights w = {a.k, a.k, 0, 1, a.k >= LONG_K};
-  if (!w.wide && block_y() % (WAVES / SWEEP)) return;
-  uint32_t before = block_y() * SWEEP, last = a.n - 1, there = (a.n + EXPERT_COLS - 1) / EXPERT_COLS - before;
-  auto first = [&](uint32_t set, uint32_t wave) { return (before + (w.wide ? set : wave)) * EXPERT_COLS; };
-  auto row = [&](uint32_t set, uint32_t i) { return i / EXPERT_COLS * a.n + least(first(set, tile_group()) + i % EXPERT_COLS, last); };
-  auto x = [&](uint32_t r) { return (const bf16*)a.x + (uint64_t)(members[r] / a.slots) * a.k; };
-  wave_rows::sweep<W>(w, matrix_of<W>(a, expert), lds_bytes(), w.wide ? least(SWEEP, there) : 1u, count, row, [] { block_sync(); }, x,
-                      [&](uint32_t set, const auto& sum) {
-                        store_act(a, w.wide, members, count, [&](uint32_t wave) { return first(set, wave); }, sum);
-                      });
-}
-#endif
-
-template <class T, uint32_t COUNT> DEVICE bool nothing_outside(const step_experts_args& a, uint32_t pair, uint32_t expert) {
+template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint32_t pair, uint32_t expert) {
   if (expert < a.experts) return false;
-  uint32_t column = block_y() * COUNT + thread_id();
-  if (thread_id() < COUNT && column < a.n) store_f32((T*)a.act + (uint64_t)pair * a.n + column, 0.0f);
+  uint32_t column = block_y() * EXPERT_COLS + thread_id();
+  if (thread_id() < EXPERT_COLS && column < a.n) store_f32((T*)a.act + (uint64_t)pair * a.n + column, 0.0f);
   return true;
 }
 
-// Grid: pairs, ceil(n / EXPERT_COLS), or SWEEP times fewer.
+// Grid: pairs, ceil(n / EXPERT_COLS).
 template <class T, class W> struct Experts;
 template <class W> struct Experts<float, W> {
   DEVICE void run(const step_experts_args& a) {
     previous_done();
     next_may_begin();
     uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
-    if (nothing_outside<float, EXPERT_COLS>(a, pair, expert)) return;
+    if (nothing_outside<float>(a, pair, expert)) return;
     if (a.k >= gemv::LONG_K) experts_f32<32, W>(a, pair, expert);
     else experts_f32<4, W>(a, pair, expert);
   }
 };
 template <class W> struct Experts<bf16, W> {
   DEVICE void run(const step_experts_args& a) {
-    SHARED(words16, x, (in_rings<W> ? 1 : WAVES * X_BYTES / 16));
-    SHARED(float, x_scale, (in_rings<W> ? 1 : SIDE));
-    SHARED(int32_t, x_sum, (W::FORMAT == WEIGHT_Q4G64 && !in_rings<W> ? SIDE : 1));
-    SHARED(float, sums, (in_rings<W> ? 1 : SUMS));
-    SHARED(uint32_t, members, MEMBERS<W>);
+    SHARED(words16, x, WAVES * X_BYTES / 16);
+    SHARED(float, x_scale, SIDE);
+    SHARED(int32_t, x_sum, (W::FORMAT == WEIGHT_Q4G64 ? SIDE : 1));
+    SHARED(float, sums, SUMS);
+    SHARED(uint32_t, members, ROWS);
     previous_done();
     next_may_begin();
     uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
-    if (nothing_outside<bf16, EXPERT_COLS * sets_of<W>>(a, pair, expert)) return;
+    if (nothing_outside<bf16>(a, pair, expert)) return;
     uint32_t count = 1;
-    if (a.rows > 1) count = find_members<MEMBERS<W>>(a, pair, expert, members);
+    if (a.rows > 1) count = find_members(a, pair, expert, members);
     else if (thread_id() == 0) members[0] = pair;
     if (count == 0) return;
-#if defined(TILE_MMA)
-    if constexpr (in_rings<W>) {
-      experts_rings<W>(a, expert, members, uniform(count));
-      return;
-    }
-#endif
     experts_tiles<W>(a, expert, members, uniform(count), {x, x_scale, x_sum, sums, nullptr});
   }
 };
@@ -248,7 +214,7 @@ template <class W> DEVICE void experts_one(const step_experts_args& a) {
   previous_done();
   next_may_begin();
   uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
-  if (nothing_outside<bf16, EXPERT_COLS>(a, pair, expert)) return;
+  if (nothing_outside<bf16>(a, pair, expert)) return;
   Weights w = {a.k, a.k, 0, 1, a.k >= LONG_K};
   if (!w.wide && block_y() % WAVES) return;
   uint32_t first = (w.wide ? block_y() : block_y() + tile_group()) * EXPERT_COLS, last = a.n - 1;
@@ -449,6 +415,9 @@ template <class W, bool NARROW> struct Down<bf16, W, NARROW> {
 
 }  // namespace step_moe
 
+#include "experts_rows.h"
+#include "down_rows.h"
+
 #define STEP_EXPERTS(suffix, T, W)                                                                   \
   EARLY_KERNEL(step_experts_##suffix, step_experts_args, 256, 2) { step_moe::Experts<T, W>::run(a); } \
   EARLY_KERNEL(step_down_##suffix, step_down_args, 256, 3) { step_moe::Down<T, W>::run(a); }
@@ -465,14 +434,18 @@ STEP_EXPERTS(f32_q4g64, float, q4g64_weights)
 // LAUNCH step_experts_bf16_bf16 block=256 cols=16
 // LAUNCH step_down_bf16_bf16 block=256 cols=32 slots_max=16
 STEP_EXPERTS(bf16_bf16, bf16, bf16_weights)
-#define STEP_EXPERTS_ROWS(suffix, W)                                                                                         \
-  LDS_KERNEL(step_experts_##suffix, step_experts_args, 256, 3, wave_rows::SWEEP_LDS<W>) { step_moe::Experts<bf16, W>::run(a); } \
+// resident: blocks that share a multiprocessor of sm_90, where so many of them share the work of the launch. step_down_rows: of 2 rows and more, shared
+// expert in q8g64, both halves of k.
+#define STEP_EXPERTS_ROWS(suffix, W)                                                                                            \
+  LDS_KERNEL(step_experts_##suffix, step_experts_args, 256, 2, step_moe::ExpertsRows<W>::LDS) { step_moe::experts_rows<W>(a); } \
+  LDS_KERNEL(step_down_rows_##suffix, step_down_args, 256, 2, step_moe::DownRows<W>::LDS) { step_moe::down_rows<W>(a); }        \
   EARLY_KERNEL(step_down_##suffix, step_down_args, 256, 3) { step_moe::Down<bf16, W>::run(a); }
-// sweep: sets of columns of a block on sm_90.
-// LAUNCH step_experts_bf16_q8g64 block=256 cols=16 sweep=4
+// LAUNCH step_experts_bf16_q8g64 block=256 cols=16 resident=2
+// LAUNCH step_down_rows_bf16_q8g64 block=256 cols=32 slots_max=16 resident=2
 // LAUNCH step_down_bf16_q8g64 block=256 cols=32 slots_max=16
 STEP_EXPERTS_ROWS(bf16_q8g64, q8g64_weights)
-// LAUNCH step_experts_bf16_q4g64 block=256 cols=16 sweep=4
+// LAUNCH step_experts_bf16_q4g64 block=256 cols=16 resident=2
+// LAUNCH step_down_rows_bf16_q4g64 block=256 cols=32 slots_max=16 resident=2
 // LAUNCH step_down_bf16_q4g64 block=256 cols=32 slots_max=16
 STEP_EXPERTS_ROWS(bf16_q4g64, q4g64_weights)
 // Of one row: the same bits.

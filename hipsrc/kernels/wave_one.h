@@ -130,10 +130,10 @@ DEVICE void load_pair(const uint8_t* from, uint32_t* to) {
   to[1] = (uint32_t)(both >> 32);
 }
 
-// Adds the run's group `group`, number `index` of the stage in slot `slot`.
+// Adds the run's group `group`, number `index` of the stage at `stage`.
 template <class W, uint32_t T>
-DEVICE void add_group(Walk<W, T>& walk, const Lds& lds, const uint32_t (&scale)[2 * T][2], uint32_t group, uint32_t index, uint32_t slot) {
-  const uint8_t *stage = stage_of<T>(lds, slot), *planes = (const uint8_t*)lds.x + tile_group() * X_WAVE + group * GROUP;
+DEVICE void add_group(Walk<W, T>& walk, const Lds& lds, const uint32_t (&scale)[2 * T][2], uint32_t group, uint32_t index, const uint8_t* stage) {
+  const uint8_t* planes = (const uint8_t*)lds.x + tile_group() * X_WAVE + group * GROUP;
   uint32_t lane = tile_lane(), x[4];
   if constexpr (W::FORMAT == WEIGHT_Q8G64) {
     load_matrices(x, planes + lane % 2 * RUN_VALUES + lane / 8 * 16);
@@ -231,7 +231,7 @@ DEVICE void add_runs(Walk<W, T>& walk, const Weights& w, const At& at, const Lds
       UNROLL
       for (uint32_t i = 0; i < GROUPS<W>; i++) {
         uint32_t group = stage * GROUPS<W> + i;
-        if (group < groups) add_group(walk, lds, scale, group, i, AHEAD ? first + stage : stage % DEPTH<T>);
+        if (group < groups) add_group(walk, lds, scale, group, i, stage_of<T>(lds, AHEAD ? first + stage : stage % DEPTH<T>));
       }
       wave_sync();
       if (AHEAD && stage == 0) next_copies(walk, w, at);

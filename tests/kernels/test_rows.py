@@ -77,7 +77,21 @@ def test_halves(device: Device, k: int, rows: int) -> None:
 @pytest.mark.parametrize("k", [192, 1088])
 def test_experts(device: Device, k: int, rows: int, weight_format: WeightFormat) -> None:
     """Experts that few and many rows share; one id is outside.."""
-    n, width, slots, experts = 72, 805, 3, 5
+    compare_experts(device, rows, weight_format, k=k, n=72, down_k=128, width=805, slots=3, experts=5)
+
+
+@pytest.mark.parametrize("rows", (3, 35))
+@pytest.mark.parametrize("weight_format", [Q8, Q4], ids=lambda f: f.label)
+@pytest.mark.parametrize("k, n, down_k, slots", [(20480, 24, 64, 4), (2560, 40, 2112, 8)])
+def test_experts_of_other_shapes(device: Device, k: int, n: int, down_k: int, slots: int, rows: int, weight_format: WeightFormat) -> None:
+    """More pairs than blocks at once; rows of x that a block has no room for; down of one half, of many runs and of parts of one."""
+    compare_experts(device, rows, weight_format, k=k, n=n, down_k=down_k, width=70, slots=slots, experts=9)
+
+
+def compare_experts(
+    device: Device, rows: int, weight_format: WeightFormat, *, k: int, n: int, down_k: int, width: int, slots: int, experts: int
+) -> None:
+    """Routed experts and down. k: also of the shared expert's down."""
     rng = np.random.default_rng(rows)
     x, shared_act = values(1, (rows, k)), values(2, (rows, k))
     ids = np.stack([rng.permutation(experts)[:slots] for _ in range(rows)]).astype(np.int32)
@@ -86,7 +100,7 @@ def test_experts(device: Device, k: int, rows: int, weight_format: WeightFormat)
     with Bench(device) as bench:
         gate_up = put_matrix(bench, draw_experts(4, (experts, 2 * n, k), weight_format))
         down, shared = (
-            put_matrix(bench, draw_experts(seed, shape, f)) for seed, shape, f in ((5, (experts, width, 128), weight_format), (6, (width, k), Q8))
+            put_matrix(bench, draw_experts(seed, shape, f)) for seed, shape, f in ((5, (experts, width, down_k), weight_format), (6, (width, k), Q8))
         )
         scratch = put_halves(bench, rows, width)
 
@@ -95,7 +109,7 @@ def test_experts(device: Device, k: int, rows: int, weight_format: WeightFormat)
             chosen: Array = bench.put(ids[some])
             act, y = bench.poison(BF16, (count, slots, n)), bench.poison(BF16, (count, width))
             step_experts.experts(bench.stream, bench.put(x[some], BF16), chosen, gate_up, act)
-            part = bench.put(draw(7, (rows, slots, 128), BF16)[some], BF16)
+            part = bench.put(draw(7, (rows, slots, down_k), BF16)[some], BF16)
             held = (bench.put(weights[some]), down, bench.put(shared_act[some], BF16), shared, bench.put(residual[some], BF16))
             step_experts.down(bench.stream, part, chosen, *held, y, scratch)
             return np.concatenate([bench.bits(act).reshape(count, -1), bench.bits(y)], axis=1)
