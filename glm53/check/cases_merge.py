@@ -147,8 +147,8 @@ def run_prompt(kind: str, k: int, positions: tuple[int, ...], columns: int, devi
     return worst_of(*done)
 
 
-def step_lists(bench: Bench, selector: Selector, local: np.ndarray, positions: np.ndarray, share: Shard, blocks: int) -> tuple[Array, Array]:
-    """Lists of step_topk, of scores written as step_score leaves them."""
+def put_scores(bench: Bench, selector: Selector, local: np.ndarray, positions: np.ndarray, share: Shard) -> None:
+    """Scores of a side as step_score leaves them."""
     held, histograms = np.full((len(local), selector.scores.shape[1]), np.inf, np.float32), np.zeros(selector.histogram.shape, np.uint32)
     held[:, : local.shape[1]] = local
     for r, position in enumerate(positions):
@@ -156,6 +156,11 @@ def step_lists(bench: Bench, selector: Selector, local: np.ndarray, positions: n
             histograms[r] = step_reference.histogram(local[r, : share.rows_of(int(position) + 1, EXTENT)])
     selector.scores.upload(held, bench.stream)
     selector.histogram.upload(histograms, bench.stream)
+
+
+def step_lists(bench: Bench, selector: Selector, local: np.ndarray, positions: np.ndarray, share: Shard, blocks: int) -> tuple[Array, Array]:
+    """Lists of step_topk."""
+    put_scores(bench, selector, local, positions, share)
     out = bench.poison(DType.U64, (len(local), selector.k)), bench.poison(DType.I32, (len(local),))
     selector.topk(bench.stream, bench.put(positions), *out, blocks=blocks, share=share, extent_rows=EXTENT)
     return out

@@ -16,7 +16,7 @@ from glm53.kv import KeyStore, StepRows, TierStep
 from glm53.model.forward import INDEX_NORM_EPS, Walk, Workspace, inverse_frequencies, key_plane, layer_shapes
 from glm53.model.pair import PairSide
 from glm53.model.weights import DenseWeights, LayerWeights, MoeWeights
-from glm53.ops import step, step_attention, step_experts, step_select
+from glm53.ops import merge, step, step_attention, step_experts, step_select
 from glm53.ops.exchange import Lists, Products, Rows, Sums
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
@@ -123,9 +123,16 @@ class LayerSteps:
         if self.pair is None:
             self.selector.topk(self.stream, positions, cut("selected"), cut("counts"), drawn=drawn)
             return
-        lists = cut("entries"), cut("entry_counts")
-        self.selector.topk(self.stream, positions, *lists, share=keys.shard, extent_rows=keys.shape.extent_rows)
-        yield Lists(*lists, positions, cut("selected"), cut("counts"), drawn)
+        lists = Lists(cut("entries"), cut("entry_counts"), positions, cut("selected"), cut("counts"), drawn)
+        if self.pair.adds_in_products:
+
+            def launch(mail: SumMail) -> None:
+                merge.select(self.stream, self.selector, lists, keys.shard, keys.shape.extent_rows, mail)
+
+            yield Products(launch, (lists.selected, lists.selected_counts))
+            return
+        self.selector.topk(self.stream, positions, lists.entries, lists.counts, share=keys.shard, extent_rows=keys.shape.extent_rows)
+        yield lists
 
     def attend(self, index: int, layer: LayerWeights, row_count: int, turn: int = 0) -> Walk:
         """x += attention. A full layer has selected: its rows are looked up; any other one stores its history rows and reads by the plan there is.
@@ -233,7 +240,7 @@ class LayerSteps:
             def launch(mail: SumMail) -> None:
                 step.gemv(self.stream, x, [Segment(weight, y, Epilogue.RESIDUAL)], residual=y, whole_k=whole_k, mail=mail, part=part)
 
-            yield Products(launch, y)
+            yield Products(launch, (y,))
             return
         sums = self.work.cut("sums", row_count)
         step.gemv(self.stream, x, [Segment(weight, sums, Epilogue.STORE_F32)], whole_k=whole_k, part=part)
@@ -273,7 +280,7 @@ class LayerSteps:
             def launch(mail: SumMail) -> None:
                 step_experts.down(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, x, x, mail=mail)
 
-            yield Products(launch, x)
+            yield Products(launch, (x,))
             return
         sums = cut("sums")
         step_experts.down_half(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, sums)

@@ -18,7 +18,7 @@ from glm53.hip import Array, Device, Stream
 from glm53.kv import KeyStore, Runs, StepRows, TierStep
 from glm53.model.forward import Walk
 from glm53.model.layers import LayerSteps
-from glm53.model.pair import PairSide, even
+from glm53.model.pair import PairSide
 from glm53.model.sampler import DrawKind, DrawRow, Sampler
 from glm53.model.step import StepForward
 from glm53.model.weights import MtpWeights
@@ -74,8 +74,6 @@ class Drafter:
         self.scratch = sampling.SampleScratch.make(device, sessions_max, main.logits.shape[1], category="drafts")
         self._device = device
         self._seen: Array | None = None  # [rows, vocab] u8: marks of each verified row, made when first needed
-        # Numbers of a round: its drafts are an embedding, a selection, two sums and logits for the first, all but the selection for each other one.
-        main.exchanges = even(main.exchanges + 4 * depth_max + 1)
         self._later = dataclasses.replace(weights.layer, indexer=None)
 
     # Rows that are given

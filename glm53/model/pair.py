@@ -13,6 +13,7 @@ from glm53.config import MTP_DEPTH_MAX
 from glm53.errors import Glm53Error, LinkError
 from glm53.hip import Array, Link, Stream
 from glm53.ops.exchange import Exchange, Lists, Parts, Products, Request, Rows, Sums
+from glm53.ops.merge import select_words
 from glm53.ops.merge import words as list_words
 from glm53.ops.step import RowMail
 from glm53.spec import ModelSpec, Shard
@@ -50,11 +51,6 @@ def numbered(walk: Iterable[Passed]) -> Iterator[tuple[int, Request]]:
             yield number, request
 
 
-def even(number: int) -> int:
-    """The next even number, of exchanges in a step: numbers then alternate between the two sets of a mailbox whatever steps follow each other."""
-    return number + number % 2
-
-
 @dataclass(frozen=True)
 class PairSide:
     """What a side knows of its pair. error [1] u32 on its device: number of an exchange that got no answer, or 0."""
@@ -81,9 +77,9 @@ class PairSide:
         """How history rows pass from the owner to the peer in a step: those of main layer `index`, from n_layers on those of the MTP layer."""
         return self.pair.steps.mail(self.shard.index, counter, self.spec.n_layers + MTP_DEPTH_MAX, index)
 
-    def enqueue(self, stream: Stream, request: Request, counter: Array, per_step: int, index: int) -> None:
-        """This side's half of exchange `index`, from 1, of `per_step` in each step, by a kernel; counter [1] u32: steps done."""
-        self.pair.steps.enqueue(self.shard.index, stream, request, counter, per_step, index)
+    def enqueue(self, stream: Stream, request: Request, exchanged: Array, index: int) -> None:
+        """This side's half of exchange `index` of a step, from 1, by a kernel; exchanged [1] u32: exchanges of the steps before."""
+        self.pair.steps.enqueue(self.shard.index, stream, request, exchanged, 1, index)
 
 
 class Pair:
@@ -99,7 +95,7 @@ class Pair:
         vocab = -(-spec.vocab_size // 2)
         words = lambda rows: max(rows * max(spec.hidden_size, vocab), list_words(rows, spec.index_topk))
         with ExitStack() as undo:
-            self.steps = Exchange(link, words(step_rows_max), fast, mail_words=step_rows_max * row_bytes // 4)
+            self.steps = Exchange(link, max(words(step_rows_max), select_words(step_rows_max)), fast, mail_words=step_rows_max * row_bytes // 4)
             undo.callback(self.steps.close)
             self.prompts = Exchange(link, max(list_words(chunk_rows_max, spec.index_topk), chunk_rows_max * spec.hidden_size, vocab), fast=False)
             undo.callback(self.prompts.close)
@@ -113,8 +109,8 @@ class Pair:
     def side(self, index: int) -> PairSide:
         return PairSide(self, SIDES[index])
 
-    def meeting(self, ends: Sequence[tuple[Stream, Array]], per_step: int, compare: Callable[[int], None]) -> Callable[[Sequence[Passed]], None]:
-        """What joins the sides of one step of `per_step` exchanges; ends: stream and step counter of each; compare(rows): see `exchange_prompts`."""
+    def meeting(self, ends: Sequence[tuple[Stream, Array]], compare: Callable[[int], None]) -> Callable[[Sequence[Passed]], None]:
+        """What joins the sides of one step; ends: stream and `exchanged` (PairSide.enqueue) of each; compare(rows): see `exchange_prompts`."""
         streams, number = [stream for stream, _ in ends], 0
 
         def meet(requests: Sequence[Passed]) -> None:
@@ -126,7 +122,7 @@ class Pair:
                 self.steps.enqueue_both(streams, (low, high))
             elif not isinstance(low, Rows):
                 for index, request in enumerate((low, high)):
-                    self.side(index).enqueue(streams[index], request, ends[index][1], per_step, number)
+                    self.side(index).enqueue(streams[index], request, ends[index][1], number)
             if self.checks:
                 self._compare(streams, requests, compare)
 
@@ -193,7 +189,9 @@ class Pair:
 
 def _shared(request: Passed) -> tuple[Array, ...]:
     """The arrays that both sides hold after an exchange."""
-    if isinstance(request, Sums | Products):
+    if isinstance(request, Products):
+        return request.shared
+    if isinstance(request, Sums):
         return (request.y,)
     if isinstance(request, Parts):
         return (request.whole,)

@@ -361,7 +361,7 @@ class Stage:
         if self.pair is None:
             return _nothing
         compare = partial(self._compare, [side.step.work for side in self.sides])
-        return self.pair.meeting([(side.stream, side.step.counter) for side in self.sides], self.first.step.exchanges, compare)
+        return self.pair.meeting([(side.stream, side.step.exchanged) for side in self.sides], compare)
 
     def _meet_prompts(self, requests: Sequence[Passed]) -> None:
         assert self.pair is not None

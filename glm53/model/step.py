@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,12 +18,12 @@ from glm53.hip import Array, Device, Graph, Stream
 from glm53.kv import KeyStore, StepRows, TierStep
 from glm53.model.forward import Walk
 from glm53.model.layers import LayerSteps
-from glm53.model.pair import PairSide, Passed, even, numbered
+from glm53.model.pair import PairSide, Passed, numbered
 from glm53.model.weights import Weights
 from glm53.ops import step, step_state
-from glm53.ops.exchange import Parts, Rows
+from glm53.ops.exchange import Parts, Products, Rows
 from glm53.ops.step import Epilogue, Segment
-from glm53.ops.step_state import Draws
+from glm53.ops.step_state import Draws, Half
 from glm53.spec import DType, ModelSpec, RowFormat
 
 
@@ -66,6 +67,7 @@ class StepForward:
         self.rows_max = rows_max = tokens.shape[0]
         self.counter = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")
         main = weights.layers
+        self.exchanged = Array.from_numpy(device, np.zeros(1, np.uint32), category="workspace")  # exchanges of a pair done
         self.layers = LayerSteps(device, stream, spec, main, dtype, rows_max, step_rows, tier, keys, row_format, row_error, self.counter, drawn, pair)
         self.work = self.layers.work
         vocab = spec.vocab_size if pair is None else pair.spec.vocab_size
@@ -73,13 +75,6 @@ class StepForward:
         if pair is not None:
             self._x_part = Array.empty(device, dtype, (rows_max, weights.embed.shape[1]), category="workspace")
             self._logits_part = Array.empty(device, DType.F32, (rows_max, spec.vocab_size), category="workspace")
-            self._filler = (
-                Array.empty(device, DType.U32, (1, 1), category="workspace"),
-                Array.empty(device, DType.U32, (1, 2), category="workspace"),
-            )
-        # Of a step: two sums a layer, the selection of each full layer, the embedding and the logits, one more to make it even. Numbers count on from
-        # step to step.
-        self.exchanges = even(2 * len(main) + sum(layer.indexer is not None for layer in main) + 2)
         self._graphs: dict[tuple[object, ...], Graph | None] = {}
 
     def graph(self, row_count: int, drawing: Drawing | None) -> Graph | None:
@@ -90,7 +85,7 @@ class StepForward:
             with self.stream.capture() as capture:
                 for index, request in numbered(self.walk(row_count, drawing)):
                     assert self.pair is not None
-                    self.pair.enqueue(self.stream, request, self.counter, self.exchanges, index)
+                    self.pair.enqueue(self.stream, request, self.exchanged, index)
             graph = capture.graph
         self._graphs[key] = graph
         return graph
@@ -103,6 +98,7 @@ class StepForward:
     def restart(self, number: int) -> None:
         """The next step is `number`; nothing runs on the device."""
         self.counter.upload(np.array([number], np.uint32), self.stream)
+        self.exchanged.upload(np.zeros(1, np.uint32), self.stream)
 
     def close(self) -> None:
         """Ends the recorded steps; those launched have finished."""
@@ -112,35 +108,48 @@ class StepForward:
         self._graphs.clear()
 
     def walk(self, row_count: int, drawing: Drawing | None) -> Walk:
-        """`_walk`; between two devices it takes an even number of exchanges, so that numbers alternate between the two sets of a mailbox."""
-        count = 0
-        for request in self._walk(row_count, drawing):
+        """Enqueues one step of the rows in `rows` and `tokens`, launch by launch; its logits, and with `drawing` its tokens and its record."""
+        rows, count = self.rows, 0
+        walk = self._walk(row_count, drawing)
+        while True:
+            try:
+                request = next(walk)
+            except StopIteration as stopped:
+                draws = stopped.value
+                break
             count += not isinstance(request, Rows)
             yield request
-        if self.pair is not None and count % 2:
-            yield Parts(self._filler[0], self._filler[1])
+        rounds = rows.round_sessions.slice(0, rows.rounds(row_count))
+        link_error, exchanged = (None, None) if self.pair is None else (self.pair.error, (self.exchanged, count))
+        step_state.end(self.stream, self.counter, self.row_error, rounds, self.tier.states, draws, link_error, exchanged)
 
-    def _walk(self, row_count: int, drawing: Drawing | None) -> Walk:
-        """Enqueues one step of the rows in `rows` and `tokens`, launch by launch; its logits, and with `drawing` its tokens and its record."""
+    def _walk(self, row_count: int, drawing: Drawing | None) -> Generator[Passed, None, Draws | None]:
+        """`walk` without what ends the step; gives what was drawn."""
         x, rows = self.work.cut("x", row_count), self.rows
         if drawing is None or not drawing.alone:
             yield from self.embed(self.tokens.slice(0, row_count), rows, self.tier, x)
             for index, layer in enumerate(self.weights.layers):
                 yield from self.layers.layer(index, layer, row_count)
             yield from self.head(x, self.logits.slice(0, row_count))
-        draws = (yield from drawing.walk(row_count)) if drawing is not None else None
-        rounds = rows.round_sessions.slice(0, rows.rounds(row_count))
-        link_error = None if self.pair is None else self.pair.error
-        step_state.end(self.stream, self.counter, self.row_error, rounds, self.tier.states, draws, link_error)
+        return None if drawing is None else (yield from drawing.walk(row_count))
 
     def embed(self, tokens: Array, rows: StepRows, tier: TierStep, x: Array) -> Walk:
         """x [n, hidden] of tokens [n], and where the history rows of these n query rows go."""
         count = x.shape[0]
         positions, sessions, refs = (array.slice(0, count) for array in (rows.positions, rows.sessions, rows.refs))
-        y = x if self.pair is None else self._x_part.slice(0, count)
-        step_state.begin(self.stream, tokens, self.weights.embed, y, positions, sessions, refs, tier.row_place)
-        if self.pair is not None:
-            yield Parts(y, x)
+        begin = partial(
+            step_state.begin, self.stream, tokens, self.weights.embed, positions=positions, sessions=sessions, refs=refs, place=tier.row_place
+        )
+        if self.pair is None:
+            begin(x)
+            return
+        if self.pair.adds_in_products:
+            side = self.pair.shard.index
+            yield Products(lambda mail: begin(x, half=Half(side, mail)), (x,))
+            return
+        y = self._x_part.slice(0, count)
+        begin(y)
+        yield Parts(y, x)
 
     def head(self, x: Array, logits: Array, normed: bool = False) -> Walk:
         """logits [rows, vocab] f32 of x [rows, hidden], after the final norm; normed: x has it already."""

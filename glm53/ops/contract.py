@@ -113,3 +113,9 @@ def launch(stream: Stream, name: str, grid: tuple[int, int, int], args: ctypes.S
 
 def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
+
+
+def require_index(d: Dims, name: str, index: int, per_step: int) -> None:
+    """Number of an exchange: from 1, of `per_step` in each step; per_step 1: the counter counts exchanges, of which a step may have any number."""
+    fits = 1 <= index < U32_LIMIT and 1 <= per_step < U32_LIMIT and (per_step == 1 or index <= per_step)
+    d.require(fits, f"{name} is {index}, expected 1 to per_step={per_step}")

@@ -18,7 +18,7 @@ from glm53.errors import LinkError
 from glm53.hip import Array, Device, Link, Stream
 from glm53.hip.buffer import Buffer, MemoryKind
 from glm53.ops import halves, merge
-from glm53.ops.contract import Cost, Dims, ceil_div, launch
+from glm53.ops.contract import Cost, Dims, ceil_div, launch, require_index
 from glm53.ops.merge import Lists
 from glm53.ops.pair_args import exchange_args, exchange_parts_args
 from glm53.ops.step import Patience, RowMail, SumMail
@@ -41,10 +41,11 @@ class Sums:
 
 @dataclass(frozen=True)
 class Products:
-    """As Sums, by the kernel that makes the sums: launch(mail) enqueues it on the side's stream. y: what both sides then have. In kernels alone."""
+    """What a kernel exchanges that makes it, the sums of a product or a selection: launch(mail) enqueues it on the side's stream. shared: what both
+    sides then have. In kernels alone."""
 
     launch: Callable[[SumMail], None]
-    y: Array
+    shared: tuple[Array, ...]
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Exchange:
         d = Dims("exchange")
         d.require(self.fast, "enqueue wants in-kernel exchange; next: enqueue_both")
         d.match("counter", counter, 1, dtype=DType.U32)
-        d.require(1 <= index <= per_step < 1 << 32, f"index is {index}, expected 1 to per_step={per_step}")
+        require_index(d, "index", index, per_step)
         d.require(counter.device is self.link.devices[side], f"counter is on {counter.device}, expected the device of side {side}")
         if isinstance(request, Rows):
             return
@@ -156,7 +157,7 @@ class Exchange:
             args, name = _sums_args(self, request), f"exchange_sums_{request.y.dtype.label}"
             count = args.count
         else:
-            args, name = _parts_args(self, request, side), "exchange_parts"
+            args, name = _parts_args(self.words_max, request, side), "exchange_parts"
             count = args.rows * max(args.my_words, args.other_words)
         constants = stream.device.kernel(name).constants
         blocks = min(ceil_div(count, constants["words"]), constants["blocks_max"])
@@ -178,7 +179,7 @@ class Exchange:
             halves.join(streams[0], low.sums, others[0], low.residual, low.y)
             halves.join(streams[1], others[1], high.sums, high.residual, high.y)
         elif isinstance(low, Parts) and isinstance(high, Parts):
-            sides = (_parts_args(self, low, 0), _parts_args(self, high, 1))
+            sides = (_parts_args(self.words_max, low, 0), _parts_args(self.words_max, high, 1))
             shape = (sides[1].rows, sides[1].other_words, sides[1].my_words)
             wanted = (sides[0].rows, sides[0].my_words, sides[0].other_words)
             d.require(shape == wanted, f"side 1 has (rows, words of side 0, of side 1) {shape}, expected {wanted} as side 0")
@@ -259,7 +260,7 @@ def _sums_args(exchange: Exchange, request: Sums) -> exchange_args:
     return exchange_args(sums=request.sums.address, residual=request.residual.address, y=request.y.address, count=count)
 
 
-def _parts_args(exchange: Exchange, request: Parts, side: int) -> exchange_parts_args:
+def _parts_args(words_max: int, request: Parts, side: int) -> exchange_parts_args:
     d = Dims("exchange_parts")
     mine, whole = request.mine, request.whole
     d.match("mine", mine, "rows", "columns")
@@ -271,7 +272,7 @@ def _parts_args(exchange: Exchange, request: Parts, side: int) -> exchange_parts
     d.require(all(size % 4 == 0 for size in sizes), f"rows of the sides have {sizes} bytes, expected multiples of 4")
     d.require(mine.address % 4 == 0 and whole.address % 4 == 0, "mine and whole: expected addresses that are multiples of 4")
     words = d["rows"] * max(sizes) // 4
-    d.require(words <= exchange.words_max, f"parts have {words} words, expected at most {exchange.words_max}")
+    d.require(words <= words_max, f"parts have {words} words, expected at most {words_max}")
     return exchange_parts_args(mine=mine.address, whole=whole.address, rows=d["rows"], my_words=sizes[0] // 4, other_words=sizes[1] // 4, side=side)
 
 

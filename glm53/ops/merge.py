@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from glm53.hip import Array, Stream
-from glm53.ops.contract import Cost, Dims, launch
+from glm53.ops.contract import Cost, Dims, launch, require_index
 from glm53.ops.pair_args import exchange_lists_args, merge_args
-from glm53.ops.step_select import Drawn
-from glm53.spec import DType
+from glm53.ops.step import SumMail
+from glm53.ops.step_args import select_both_args
+from glm53.ops.step_select import Drawn, Selector
+from glm53.spec import DType, Shard
+
+SENT = 4096  # `sent` of the LAUNCH line in select_both.hip: entries of a row that a side sends there, at most
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ def words(rows: int, k: int) -> int:
     return rows * (2 * k + 1)
 
 
+def select_words(rows: int) -> int:
+    """The same of `select`."""
+    return words(rows, SENT)
+
+
 def merge(stream: Stream, lists: Lists, other_entries: Array, other_counts: Array) -> None:
     """The selection from this side's lists and the other's, other_entries [rows, k] u64 and other_counts [rows] i32 on this device.
 
@@ -95,7 +104,7 @@ def exchange(
     d.match("error", error, 1, dtype=DType.U32)
     needed = words(d["rows"], d["k"])
     d.require(capacity >= needed, f"capacity is {capacity}, expected at least {needed} words for {d['rows']} rows of {d['k']} entries")
-    d.require(1 <= index <= per_step, f"index is {index}, expected 1 to per_step={per_step}")
+    require_index(d, "index", index, per_step)
     d.require(budget >= 1, f"budget is {budget}, expected at least 1")
     whole = exchange_lists_args(
         lists=args,
@@ -110,6 +119,23 @@ def exchange(
         waiting_blocks=d["rows"],
     )
     launch(stream, "exchange_lists", (d["rows"], 1, 1), whole)
+
+
+def select(stream: Stream, selector: Selector, lists: Lists, share: Shard, extent_rows: int, mail: SumMail, blocks: int | None = None) -> None:
+    """`Selector.topk` of a side and `exchange` in one launch, beside the other side's own: the same selection. It may be captured and replayed.
+
+    After `selector.score` of the same rows. lists: entries and counts are scratch; blocks: a row, None: from the compute units, and on both sides any
+    number. Raises ContractError.
+    """
+    d = Dims("step_topk_both")
+    kernel = stream.device.kernel("step_topk_both").constants
+    args = select_both_args(topk=selector.topk_args(d, stream.device, lists.positions, lists.entries, lists.counts, blocks, share, extent_rows))
+    args.mail.lists = lists.args(d, kernel["k_max"])
+    d.require(share.count == 2, f"share is {share}, expected a side of a pair")
+    needed = select_words(d["rows"])
+    d.require(needed <= mail.words_max, f"lists have up to {needed} words, expected at most {mail.words_max}")
+    mail.bind(d, args.mail, needed, args.topk.blocks * d["rows"])
+    launch(stream, "step_topk_both", (args.topk.blocks, d["rows"], 1), args)
 
 
 def cost_merge(rows: int, k: int) -> Cost:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm53.hip import Array, Stream
-from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
+from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch, require_index
 from glm53.ops.halves import Halves, first_half, half_of
 from glm53.ops.history import ExtentLayout
 from glm53.ops.history_args import fetch_args
 from glm53.ops.matrix import GROUP, Matrix
-from glm53.ops.pair_args import sum_mail_args
+from glm53.ops.pair_args import exchange_lists_args, sum_mail_args
 from glm53.ops.rows import format_variant, row_size, space_offsets
 from glm53.ops.step_args import step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
 from glm53.spec import WHOLE, DType, Offsets, RowFormat, Shard, WeightFormat
@@ -113,12 +113,12 @@ class SumMail:
     error: Array
     patience: Patience
 
-    def bind(self, d: Dims, args: sum_mail_args, words: int, blocks: int) -> None:
+    def bind(self, d: Dims, args: sum_mail_args | exchange_lists_args, words: int, blocks: int) -> None:
         """Fills `args` for an exchange of so many words by a launch of so many blocks. Raises ContractError."""
         d.match("mail.counter", self.counter, 1, dtype=DType.U32)
         d.match("mail.error", self.error, 1, dtype=DType.U32)
         d.require(words <= self.words_max, f"y has {words} values, expected at most the {self.words_max} words of a mailbox")
-        d.require(1 <= self.index <= self.per_step < U32_LIMIT, f"mail.index is {self.index}, expected 1 to per_step={self.per_step}")
+        require_index(d, "mail.index", self.index, self.per_step)
         args.outbox, args.inbox, args.counter, args.error = self.outbox, self.inbox, self.counter.address, self.error.address
         args.capacity, args.per_step, args.index, args.budget = self.words_max, self.per_step, self.index, self.patience.of(blocks)
 

@@ -6,7 +6,7 @@ from ctypes import c_float, c_uint32, c_uint64, c_void_p
 
 from glm53.ops.args import Args
 from glm53.ops.history_args import fetch_args
-from glm53.ops.pair_args import sum_mail_args
+from glm53.ops.pair_args import exchange_lists_args, sum_mail_args
 
 
 class step_rows_args(Args):
@@ -328,6 +328,13 @@ class step_topk_args(Args):
     ]
 
 
+class select_both_args(Args):
+    """The selection of a pair in one launch: step_topk_args of a side, `best` scratch; where the selection goes, as exchange_lists_args without
+    lists; words of row r at r * (2 * 4096 + 1): keys [4096], ~positions [4096], count. Grid: (topk.blocks, rows)."""
+
+    _fields_ = [("topk", step_topk_args), ("mail", exchange_lists_args)]
+
+
 class step_begin_args(Args):
     """x[r] = embedding of tokens[r], and the reference of the row that query row r is about to write: place 1 in its session's extent, place 2
     in the hot buffer (place_args). Grid: (rows, blocks of 1,024 columns)."""
@@ -348,7 +355,10 @@ class step_begin_args(Args):
         ("extent_rows", c_uint32),
         ("row_bytes", c_uint32),
         ("ring_rows", c_uint32),
-        ("_pad", c_uint32),
+        ("side", c_uint32),  # of a pair: 0 has the first columns
+        ("other_hidden", c_uint32),  # columns of the table that the other device has, 0: none; hidden: those of this one
+        ("waiting_blocks", c_uint32),  # all with mail, else 0
+        ("mail", sum_mail_args),  # of words of two columns (T = bf16) or one; it then puts both sides' columns into x
     ]
 
 
@@ -369,11 +379,12 @@ class step_end_args(Args):
         ("error", c_void_p),  # [1] u32 of the row quantiser, 0 after a record
         ("link_error", c_void_p),  # [1] u32 of the exchanges of a pair; or null
         ("counter", c_void_p),  # [1] u32: steps done
+        ("exchanged", c_void_p),  # [1] u32: exchanges of a pair done, which moves on by `exchanges`; or null
         ("ring", c_void_p),  # [ring_steps, record_words] u32 in host memory
         ("rows", c_uint32),
         ("rounds", c_uint32),
         ("tops", c_uint32),
         ("ring_steps", c_uint32),  # a power of two
         ("record_words", c_uint32),
-        ("_pad", c_uint32),
+        ("exchanges", c_uint32),
     ]

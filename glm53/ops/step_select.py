@@ -200,17 +200,30 @@ class Selector:
         effect in the merge. Raises ContractError.
         """
         d = Dims("step_topk")
+        d.require(drawn is None or share.count == 1, f"drawn is given beside share={share}, expected None; next: drawn of merge.Lists")
+        args = self.topk_args(d, stream.device, positions, selected, counts, blocks, share, extent_rows)
+        if cleared is not None:
+            d.match("cleared", cleared, *self.histogram.shape, dtype=DType.U32)
+            args.cleared = cleared.address
+        if drawn is not None:
+            d.match("drawn.selections", drawn.selections, "draws", self.k, dtype=DType.I32)
+            d.match("drawn.index", drawn.index, 1, dtype=DType.U32)
+            args.drawn, args.draw_index, args.draws = drawn.selections.address, drawn.index.address, d["draws"]
+        launch(stream, "step_topk", (args.blocks, d["rows"], 1), args)
+
+    def topk_args(
+        self, d: Dims, device: Device, positions: Array, selected: Array, counts: Array, blocks: int | None, share: Shard, extent_rows: int | None
+    ) -> step_topk_args:
+        """Of `topk` without what is drawn; binds rows. Raises ContractError."""
         self._bind(d, positions)
         target = selection_target(d, selected, self.k, share, extent_rows)
-        d.require(drawn is None or share.count == 1, f"drawn is given beside share={share}, expected None; next: drawn of merge.Lists")
         d.match("counts", counts, "rows", dtype=DType.I32)
         count_stride = self.entry_counts.shape[1]
-        blocks = _blocks(d, stream.device, TOPK_BLOCKS_PER_UNIT, blocks, count_stride)
-        args = step_topk_args(
+        return step_topk_args(
             scores=self.scores.address,
             positions=positions.address,
             histogram=self.histogram.address,
-            cleared=(self.histogram if cleared is None else cleared).address,
+            cleared=self.histogram.address,
             entries=self.entries.address,
             entry_counts=self.entry_counts.address,
             arrivals=self.arrivals.address,
@@ -218,16 +231,9 @@ class Selector:
             score_stride=d["columns"],
             count_stride=count_stride,
             k=self.k,
-            blocks=blocks,
+            blocks=_blocks(d, device, TOPK_BLOCKS_PER_UNIT, blocks, count_stride),
             **target,
         )
-        if cleared is not None:
-            d.match("cleared", cleared, *self.histogram.shape, dtype=DType.U32)
-        if drawn is not None:
-            d.match("drawn.selections", drawn.selections, "draws", self.k, dtype=DType.I32)
-            d.match("drawn.index", drawn.index, 1, dtype=DType.U32)
-            args.drawn, args.draw_index, args.draws = drawn.selections.address, drawn.index.address, d["draws"]
-        launch(stream, "step_topk", (blocks, d["rows"], 1), args)
 
 
 def _blocks(d: Dims, device: Device, per_unit: float, blocks: int | None, most: int) -> int:

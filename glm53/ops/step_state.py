@@ -11,6 +11,7 @@ from glm53.ops.args import Args
 from glm53.ops.contract import Dims, ceil_div, launch, variant
 from glm53.ops.history import ExtentLayout
 from glm53.ops.sampling import ROW_BYTES
+from glm53.ops.step import SumMail
 from glm53.ops.step_args import step_begin_args, step_end_args
 from glm53.spec import DType
 
@@ -27,16 +28,27 @@ class RowPlace:
     ring_rows: int = 0
 
 
-def begin(stream: Stream, tokens: Array, embed: Array, x: Array, positions: Array, sessions: Array, refs: Array, place: RowPlace) -> None:
+@dataclass(frozen=True)
+class Half:
+    """Which columns of the embedding a device of a pair has: those of side 0 come first. mail: how it gets the others."""
+
+    side: int
+    mail: SumMail
+
+
+def begin(
+    stream: Stream, tokens: Array, embed: Array, x: Array, positions: Array, sessions: Array, refs: Array, place: RowPlace, half: Half | None = None
+) -> None:
     """x[r] = embed[tokens[r]] (NaN for a token outside the vocabulary) and refs[r] = reference of row positions[r] of its session (0: padding).
 
     tokens, positions, sessions [rows] i32; embed [vocab, hidden] W; x [rows, hidden] T; refs [rows] u64. Variants T_W: f32_f32, f32_bf16, bf16_bf16.
+    half: on a device of a pair, whose table has a part of the columns; x then has all of them, those of the other device through its mailbox.
     """
     d = Dims("step_begin")
     for name, array in (("tokens", tokens), ("positions", positions), ("sessions", sessions)):
         d.match(name, array, "rows", dtype=DType.I32)
     d.match("embed", embed, "vocab", "hidden", dtype=(DType.F32, DType.BF16))
-    d.match("x", x, "rows", "hidden", dtype=(DType.F32, DType.BF16))
+    d.match("x", x, "rows", "hidden" if half is None else "columns", dtype=(DType.F32, DType.BF16))
     d.match("refs", refs, "rows", dtype=DType.U64)
     d.require((place.tables is None) is not (place.states is None), "place has tables and states, expected exactly one of them")
     name = variant("step_begin", ("f32_f32", "f32_bf16", "bf16_bf16"), x.dtype, embed.dtype)
@@ -57,7 +69,15 @@ def begin(stream: Stream, tokens: Array, embed: Array, x: Array, positions: Arra
         row_bytes=place.shape.row_bytes,
         ring_rows=place.ring_rows,
     )
-    launch(stream, name, (d["rows"], ceil_div(d["hidden"], stream.device.kernel(name).constants["cols"]), 1), args)
+    columns, widest = stream.device.kernel(name).constants["cols"], d["hidden"]
+    if half is not None:
+        other, each = d["columns"] - d["hidden"], 4 // x.dtype.item_bytes
+        whole = other > 0 and d["hidden"] % each == other % each == 0
+        d.require(whole, f"x has {d['columns']} columns, the table {d['hidden']}, expected more, and whole words of both")
+        args.side, args.other_hidden, widest = half.side, other, max(d["hidden"], other)
+        args.waiting_blocks = d["rows"] * ceil_div(widest, columns)
+        half.mail.bind(d, args.mail, d["rows"] * widest // each, args.waiting_blocks)
+    launch(stream, name, (d["rows"], ceil_div(widest, columns), 1), args)
 
 
 @dataclass(frozen=True)
@@ -123,10 +143,12 @@ def end(
     states: Array | None,
     draws: Draws | None,
     link_error: Array | None = None,
+    exchanged: tuple[Array, int] | None = None,
 ) -> None:
     """Moves on what changes from step to step: counter [1] u32, round tags in states [sessions, STATE_BYTES] u8 of the sessions in rounds
     [rounds] i32 (negative: padding), and with `draws` positions and sampling counters by one, after writing the record of the step. error [1] u32;
-    link_error [1] u32: that of a pair's exchanges (`ops.exchange.Exchange.errors`), None on a device alone.
+    link_error [1] u32: that of a pair's exchanges (`ops.exchange.Exchange.errors`), None on a device alone;
+    exchanged: exchanges done [1] u32 of a pair, and how many this step had.
     """
     d = Dims("step_end")
     d.match("counter", counter, 1, dtype=DType.U32)
@@ -142,6 +164,9 @@ def end(
     if link_error is not None:
         d.match("link_error", link_error, 1, dtype=DType.U32)
         args.link_error = link_error.address
+    if exchanged is not None:
+        d.match("exchanged", exchanged[0], 1, dtype=DType.U32)
+        args.exchanged, args.exchanges = exchanged[0].address, exchanged[1]
     if draws is not None:
         _add_draws(d, args, draws)
     launch(stream, "step_end", (1, 1, 1), args)

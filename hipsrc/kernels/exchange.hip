@@ -95,7 +95,7 @@ DEVICE void parts(const exchange_parts_args& a) {
 SPIN_KERNEL(exchange_sums_f32, exchange_args, 256) { exchange::add<float>(a); }
 // LAUNCH exchange_sums_bf16 block=256 words=1024 blocks_max=16
 SPIN_KERNEL(exchange_sums_bf16, exchange_args, 256) { exchange::add<bf16>(a); }
-// LAUNCH exchange_parts block=256 words=2048 blocks_max=16
+// LAUNCH exchange_parts block=256 words=2048 blocks_max=64
 SPIN_KERNEL(exchange_parts, exchange_parts_args, 256) { exchange::parts(a); }
 
 // Grid: (ceil(row words / 256), rows).

@@ -33,6 +33,7 @@
 #include "sampling.hip"
 #include "exchange.hip"
 #include "merge.hip"
+#include "select_both.hip"
 #if defined(GLM53_HOST)
 #include "../host/fast.h"
 #endif

@@ -8,7 +8,7 @@
 
 namespace mailbox {
 
-// Of the exchange `index`, from 1, of a step, where each step has `per_step`; counter [1] u32: steps done.
+// Of the exchange `index`, from 1, of a step, where each step has `per_step`; counter [1] u32: steps done. per_step 1: exchanges done before the step.
 DEVICE uint32_t number_of(const void* counter, uint32_t per_step, uint32_t index) { return *(const uint32_t*)counter * per_step + index; }
 DEVICE uint64_t set_of(uint32_t number, uint32_t capacity) { return (uint64_t)(number % 2) * capacity; }
 

@@ -450,9 +450,9 @@ STEP_EXPERTS_ROWS(bf16_q8g64, q8g64_weights)
 STEP_EXPERTS_ROWS(bf16_q4g64, q4g64_weights)
 // Of one row: the same bits.
 // LAUNCH step_experts_one_bf16_q8g64 block=256 cols=16
-EARLY_KERNEL(step_experts_one_bf16_q8g64, step_experts_args, 256, 3) { step_moe::experts_one<q8g64_weights>(a); }
+EARLY_KERNEL(step_experts_one_bf16_q8g64, step_experts_args, 256, 4) { step_moe::experts_one<q8g64_weights>(a); }
 // LAUNCH step_experts_one_bf16_q4g64 block=256 cols=16
-EARLY_KERNEL(step_experts_one_bf16_q4g64, step_experts_args, 256, 3) { step_moe::experts_one<q4g64_weights>(a); }
+EARLY_KERNEL(step_experts_one_bf16_q4g64, step_experts_args, 256, 4) { step_moe::experts_one<q4g64_weights>(a); }
 // On a side of a pair, where half of cols a block make blocks that all run at once on sm_90: the same bits.
 // LAUNCH step_down_narrow_bf16_q8g64 block=256 cols=32 slots_max=16
 EARLY_KERNEL(step_down_narrow_bf16_q8g64, step_down_args, 256, 3) { step_moe::Down<bf16, q8g64_weights, true>::run(a); }

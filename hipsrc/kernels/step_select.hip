@@ -357,47 +357,77 @@ DEVICE void choose(const step_topk_args& a, uint32_t row, const listed& l, const
   }
 }
 
-// What the last block of a row does; `blocks` blocks have listed entries, `count` are selected. It loads the first `share` entries of every block while it does not know
-// their number yet; if a block has more, all are loaded again by their place in the list.
-DEVICE void finish_row(const step_topk_args& a, uint32_t row, const listing& from, const threshold& limit, uint32_t* lds) {
-  SHARED(words16, histogram, BINS / 4);
-  SHARED(uint32_t, starts, BLOCKS_MAX);
-  SHARED(uint32_t, more, 1);
-  uint32_t blocks = from.blocks, reach = from.reach, count = from.count;
-  uint32_t share = THREADS / blocks * HELD, t = thread_id(), source = t * HELD / share, at = t * HELD % share, valid = 0;
+// What a work-item of a row's last block asks for first: HELD entries of those that a block lists, and how many those are.
+struct asked_entries {
+  uint64_t held[HELD];
+  uint32_t mine, there;  // entries of block thread_id(), and of the block that the held ones are of
+};
+// The first `share` entries of every block, while their number is not known.
+struct sharing {
+  uint32_t share, source, at;  // the work-item's are those from `at` on of block `source`
+};
+DEVICE sharing share_entries(uint32_t blocks) {
+  uint32_t share = THREADS / blocks * HELD, first = thread_id() * HELD;
+  return {share, first / share, first % share};
+}
+DEVICE asked_entries ask_entries(const step_topk_args& a, uint32_t row, const listing& from) {
+  asked_entries asked;
+  sharing own = share_entries(from.blocks);
   const uint64_t* entries = (const uint64_t*)a.entries + (uint64_t)row * a.score_stride;
   const uint32_t* listed_by = (const uint32_t*)a.entry_counts + (uint64_t)row * a.count_stride;
-  uint64_t held[HELD];
   UNROLL
   for (uint32_t i = 0; i < HELD; i += 2) {
-    uint64_t place = (uint64_t)source * reach + at + i;
-    words16 pair = *(const words16*)(entries + (source < blocks && place < a.score_stride ? place : 0u));  // a row of entries is an even number
-    held[i] = (uint64_t)pair.w[1] << 32 | pair.w[0];
-    held[i + 1] = (uint64_t)pair.w[3] << 32 | pair.w[2];
+    uint64_t place = (uint64_t)own.source * from.reach + own.at + i;
+    bool there = own.source < from.blocks && place < a.score_stride;
+    words16 pair = *(const words16*)(entries + (there ? place : 0u));  // a row of entries is an even number
+    asked.held[i] = (uint64_t)pair.w[1] << 32 | pair.w[0];
+    asked.held[i + 1] = (uint64_t)pair.w[3] << 32 | pair.w[2];
   }
-  uint32_t mine = t < blocks ? listed_by[t] : 0u, there = source < blocks ? listed_by[source] : 0u;
+  asked.mine = thread_id() < from.blocks ? listed_by[thread_id()] : 0u;
+  asked.there = own.source < from.blocks ? listed_by[own.source] : 0u;
+  return asked;
+}
+
+// Which of the held entries there are: all of the row, ascending. If a block has more than its share, where all of them lie. histogram, the row's
+// part of `cleared`: zeros after.
+DEVICE listed settle_entries(const step_topk_args& a, uint32_t row, const listing& from, const asked_entries& asked, uint32_t* valid,
+                             words16* histogram, uint32_t* lds) {
+  SHARED(uint32_t, starts, BLOCKS_MAX);
+  SHARED(uint32_t, more, 1);
+  sharing own = share_entries(from.blocks);
+  uint32_t t = thread_id();
+  ((words16*)a.cleared)[(uint64_t)row * (BINS / 4) + t] = {{0, 0, 0, 0}};
+  histogram[t] = {{0, 0, 0, 0}};
+  if (t == 0) more[0] = 0;
+  block_sync();
+  if (asked.mine > own.share) more[0] = 1;
+  *valid = 0;
+  UNROLL
+  for (uint32_t i = 0; i < HELD; i++) *valid |= own.at + i < asked.there ? 1u << i : 0u;
+  block_sync();
+  listed l = {(const uint64_t*)a.entries + (uint64_t)row * a.score_stride, starts, from.blocks, from.reach, 0, 0};
+  if (more[0]) {
+    starts[t] = block_scan<THREADS>(asked.mine, lds, &l.count);
+    for (l.step = 1; 2u * l.step < from.blocks; l.step *= 2) {
+    }
+    block_sync();
+  }
+  return l;
+}
+
+// What the last block of a row does; `from.count` entries are selected.
+DEVICE void finish_row(const step_topk_args& a, uint32_t row, const listing& from, const threshold& limit, uint32_t* lds) {
+  SHARED(words16, histogram, BINS / 4);
+  uint32_t t = thread_id(), valid, count = from.count;
+  asked_entries asked = ask_entries(a, row, from);
   int32_t drawn[K_MAX / THREADS] = {};
   if (a.drawn) {
     const int32_t* draw = (const int32_t*)a.drawn + (uint64_t)((*(const uint32_t*)a.draw_index + row) % a.draws) * a.k;
     UNROLL
     for (uint32_t i = 0; i < K_MAX / THREADS; i++) drawn[i] = draw[t + i * THREADS < a.k ? t + i * THREADS : 0u];
   }
-  ((words16*)a.cleared)[(uint64_t)row * (BINS / 4) + t] = {{0, 0, 0, 0}};
-  histogram[t] = {{0, 0, 0, 0}};
-  if (t == 0) more[0] = 0;
-  block_sync();
-  if (mine > share) more[0] = 1;
-  UNROLL
-  for (uint32_t i = 0; i < HELD; i++) valid |= at + i < there ? 1u << i : 0u;
-  block_sync();
-  listed l = {entries, starts, blocks, reach, 0, 0};
-  if (more[0]) {
-    starts[t] = block_scan<THREADS>(mine, lds, &l.count);
-    for (l.step = 1; 2u * l.step < blocks; l.step *= 2) {
-    }
-    block_sync();
-  }
-  choose(a, row, l, limit, held, valid, (uint32_t*)histogram, lds);
+  listed l = settle_entries(a, row, from, asked, &valid, histogram, lds);
+  choose(a, row, l, limit, asked.held, valid, (uint32_t*)histogram, lds);
   if (a.drawn) {
     uint32_t some = 0;
     UNROLL

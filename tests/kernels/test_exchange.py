@@ -347,8 +347,8 @@ def test_refusals(pair: Pair) -> None:
             with pytest.raises(ContractError, match=text):
                 slow.exchange.enqueue_both(slow.streams, (request, request))
         sums = Sums(good, good, good)
-        with pytest.raises(ContractError, match="index is 2, expected 1 to per_step=1"):
-            fast.exchange.enqueue(0, fast.streams[0], sums, fast.counters[0], 1, 2)
+        with pytest.raises(ContractError, match="index is 3, expected 1 to per_step=2"):
+            fast.exchange.enqueue(0, fast.streams[0], sums, fast.counters[0], 2, 3)
         with pytest.raises(ContractError, match="expected the device of side 0"):
             fast.exchange.enqueue(0, fast.streams[0], sums, fast.counters[1], 1, 1)
         with pytest.raises(ContractError, match="next: enqueue_both"):

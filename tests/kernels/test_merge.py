@@ -13,8 +13,9 @@ import pytest
 from glm53.check import reference_merge as reference
 from glm53.check import reference_selection
 from glm53.check.case import Bench, draw
-from glm53.check.cases_merge import EXTENT, SIDES, around_extents, outputs
+from glm53.check.cases_merge import EXTENT, SIDES, around_extents, local_scores, outputs, put_scores
 from glm53.check.cases_selection import fill_scores, i32, lay_out
+from glm53.check.cases_step_select import open_selector
 from glm53.check.links import open_link
 from glm53.hip import Array, Device, PeerAccess, Stream
 from glm53.hip.buffer import MemoryKind
@@ -22,6 +23,7 @@ from glm53.mem.extents import ExtentShape
 from glm53.ops import history, merge, selection
 from glm53.ops.contract import ContractError
 from glm53.ops.merge import Lists
+from glm53.ops.step import Patience, SumMail
 from glm53.ops.step_select import Drawn, Selector
 from glm53.spec import DType, Shard
 
@@ -40,7 +42,7 @@ class Ends:
         for bench, stream in zip(self.benches, self.streams, strict=True):
             stack.callback(stream.close)
             bench.stream = stream
-        self.capacity = merge.words(rows, k) + 3
+        self.capacity = merge.select_words(rows) + 3
         self.boxes = [device.alloc(16 * self.capacity, "mailboxes", MemoryKind.UNCACHED) for device in pair]
         for box in self.boxes:
             Array(box, DType.U64, (2 * self.capacity,)).upload(np.zeros(2 * self.capacity, np.uint64))
@@ -81,6 +83,12 @@ class Ends:
             np.testing.assert_array_equal(bench.read(side.selected_counts), counts)
             assert bench.read(error)[0] == 0
 
+    def select(self, side: int, lists: Lists, selector: Selector, index: int = 1, blocks: int | None = None) -> None:
+        """`exchange`, and before it the lists of what `selector` has scored, in one launch."""
+        out, own, patience = self.boxes[1 - side].address, self.boxes[side].address, Patience(self.budget)
+        mail = SumMail(out, own, self.capacity, self.counters[side], self.per_step, index, self.errors[side], patience)
+        merge.select(self.streams[side], selector, lists, SIDES[side], EXTENT, mail, blocks)
+
 
 def batch(seed: int, rows: int, columns: int, kind: str = "ties") -> tuple[np.ndarray, np.ndarray]:
     """Scores and positions of some rows: long and short contexts, ends of extents, rows not in use."""
@@ -113,6 +121,40 @@ def test_widths(pair: tuple[Device, Device], k: int) -> None:
         for side in (1, 0):
             ends.exchange(side, lists[side])
         ends.expect(lists, scores, positions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "columns", "blocks"),
+    [
+        ("random", 48, 600, 5),
+        ("ties", 48, 600, 1),
+        ("equal", 300, 9000, 3),  # more than a side may send: it chooses first
+        ("ascending", 2048, 30000, 6),  # all that one side selects is listed by one block
+        ("descending", 2048, 30000, 6),
+        ("random", 2048, 12000, 2),
+        ("signed-zeros", 20, 400, 4),
+        ("infinite", 100, 500, 2),
+        ("low-byte", 1, 300, 3),
+    ],
+)
+def test_lists_and_merge_in_one_launch(pair: tuple[Device, Device], kind: str, k: int, columns: int, blocks: int) -> None:
+    """Rows that are the identity, of which a side holds nothing, and long ones, twice in a row: what one device selects."""
+    positions = i32([columns - 1, k, k - 1, -1, min(columns - 1, EXTENT - 1), columns // 2])
+    with ExitStack() as stack:
+        ends = Ends(stack, pair, len(positions), k)
+        selectors = []
+        for bench, share in zip(ends.benches, SIDES, strict=True):
+            selectors.append(stack.enter_context(open_selector(bench, len(positions), max(share.rows_of(columns, EXTENT), 1), k)))
+        for number in (1, 2):
+            scores, lists = fill_scores(kind, len(positions), columns, number), []
+            ends.count(number)
+            for bench, share, selector in zip(ends.benches, SIDES, selectors, strict=True):
+                put_scores(bench, selector, local_scores(scores, positions, share, selector.context), positions, share)
+                scratch = bench.poison(DType.U64, (len(positions), k)), bench.poison(DType.I32, (len(positions),))
+                lists.append(Lists(*scratch, bench.put(positions), *outputs(bench, len(positions), k)))
+            for side in (number % 2, 1 - number % 2):
+                ends.select(side, lists[side], selectors[side], blocks=blocks)
+            ends.expect(lists, scores, positions)
 
 
 def test_many_in_a_row_without_a_stop(pair: tuple[Device, Device]) -> None:

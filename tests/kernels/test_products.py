@@ -1,9 +1,10 @@
-"""Products that add the other device's sums in the kernel that makes them: the bits of one device that has both halves, under any schedule, and a
-silent side is an error. cases_halves.py has the words that they post."""
+"""What kernels exchange that make it: sums of products, the columns of an embedding. The bits of one device that has both halves, under any
+schedule, and a silent side is an error. cases_halves.py has the words that products post; selections: test_merge.py."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -14,11 +15,14 @@ from glm53.check.case import round_to
 from glm53.check.links import open_link
 from glm53.errors import LinkError
 from glm53.hip import Array, Device, PeerAccess, Stream
-from glm53.ops import step
+from glm53.mem.extents import ExtentShape
+from glm53.ops import step, step_state
 from glm53.ops.contract import ContractError
 from glm53.ops.exchange import Exchange, Products
 from glm53.ops.halves import Halves, half_of
 from glm53.ops.matrix import Matrix
+from glm53.ops.step import SumMail
+from glm53.ops.step_state import Half, RowPlace
 from glm53.spec import DType
 
 BF16 = DType.BF16
@@ -62,7 +66,7 @@ class Product:
         v, weight, y = self.held[side]
         y.upload(self.x)
         segment, stream = step.Segment(Matrix.plain(weight), y, step.Epilogue.RESIDUAL), self.streams[side]
-        return Products(lambda mail: step.gemv(stream, v, [segment], residual=y, whole_k=self.k, mail=mail), y)
+        return Products(lambda mail: step.gemv(stream, v, [segment], residual=y, whole_k=self.k, mail=mail), (y,))
 
     def enqueue(self, exchange: Exchange, side: int) -> None:
         exchange.enqueue(side, self.streams[side], self.request(side), self.counters[side], 1 << 20, self.number + 1)
@@ -107,3 +111,45 @@ def test_copies_do_not_pass_products(pair: Pair) -> None:
         exchange, product = opened(stack, pair, 3, fast=False)
         with pytest.raises(ContractError, match="side 0 passes Products, side 1 Products, expected one kind that copies can pass"):
             exchange.enqueue_both(product.streams, [product.request(side) for side in (0, 1)])
+
+
+def halves_under_any_schedule(
+    pair: Pair, control: ctypes.CDLL, words: int, make: Callable[[int, Stream], tuple[Callable[[SumMail], None], Array]], want: np.ndarray
+) -> None:
+    """make(side, stream): what a side enqueues and the array that then holds `want` on both; six exchanges, each under another schedule."""
+    with ExitStack() as stack:
+        exchange = stack.enter_context(Exchange(stack.enter_context(open_link(*pair, PeerAccess.ON)), words, fast=True))
+        streams = [device.stream() for device in pair]
+        for stream in streams:
+            stack.callback(Stream.close, stream)
+        counters = [put(device, np.zeros(1, np.uint32)) for device in pair]
+        launches, found = zip(*(make(side, stream) for side, stream in enumerate(streams)), strict=True)
+        for number in range(6):
+            for array in found:
+                array.upload(np.zeros(array.shape, want.dtype))
+            control.glm53_cpu_seed(number, 1 if number else 0)
+            for side in (number % 2, 1 - number % 2):
+                exchange.enqueue(side, streams[side], Products(launches[side], (found[side],)), counters[side], 1, number + 1)
+            exchange.check(streams)
+            control.glm53_cpu_seed(0, 0)
+            for array in found:
+                np.testing.assert_array_equal(array.numpy(), want)
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [(BF16, 1100, 1090), (BF16, 64, 64), (DType.F32, 1030, 70)])
+def test_columns_of_an_embedding(pair: Pair, control: ctypes.CDLL, dtype: DType, low: int, high: int) -> None:
+    """Halves of unequal widths, over the border of a block; a token outside the vocabulary is a row of NaN on both."""
+    table = round_to(np.random.default_rng(low).standard_normal((50, low + high), np.float32), dtype)
+    tokens = np.array([7, 0, 50, 49], np.int32)
+    want = np.where((tokens < 50)[:, None], table[np.minimum(tokens, 49)], np.float32(np.nan))
+
+    def make(side: int, stream: Stream) -> tuple[Callable[[SumMail], None], Array]:
+        device, columns = pair[side], slice(low) if side == 0 else slice(low, None)
+        x = Array.empty(device, dtype, want.shape, category="test")
+        embed, positions = put(device, np.ascontiguousarray(table[:, columns]), dtype), put(device, np.full(4, -1, np.int32))
+        place = RowPlace(ExtentShape(64, 1, 16), tables=put(device, np.zeros((1, 1), np.uint64)))
+        rest = (positions, put(device, np.zeros(4, np.int32)), put(device, np.zeros(4, np.uint64)), place)
+        ids = put(device, tokens)
+        return lambda mail: step_state.begin(stream, ids, embed, x, *rest, Half(side, mail)), x
+
+    halves_under_any_schedule(pair, control, 4 * max(low, high), make, want)
