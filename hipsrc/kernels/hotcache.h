@@ -410,11 +410,15 @@ DEVICE uint32_t give_blocks(const step_give_args& a) { return (a.k + GIVE_THREAD
 // What a block adds to its round's word of `arrivals`, which is 0 between launches: itself, what it has missed and what it found past the boundary.
 constexpr uint32_t ARRIVAL_WORDS = 4, ARRIVAL_MISSED = 21, ARRIVAL_RECENT = 42;
 
-// No round has listed its misses, but those without rows; by the first block of the part, before it lets the next launch begin.
-DEVICE void lists_begin(const step_give_args& a) {
-  const int32_t* starts = (const int32_t*)a.round_starts;
+// The misses of rounds are not listed yet; before a block lets the next launch begin. Those of a round by the first block of its first row, without which
+// the round does not end; those without rows by the first block of all.
+DEVICE void lists_begin(const step_give_args& a, uint32_t block) {
+  int32_t row = (int32_t)(block / give_blocks(a));
+  if (block % give_blocks(a)) return;
   for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
-    ((uint32_t*)a.fetch_counts)[round] = starts[round] < starts[round + 1u] ? UNLISTED : 0u;
+    int32_t first = ((const int32_t*)a.round_starts)[round], last = ((const int32_t*)a.round_starts)[round + 1u];
+    if (first < last && first == row) ((uint32_t*)a.fetch_counts)[round] = UNLISTED;
+    if (first >= last && block == 0) ((uint32_t*)a.fetch_counts)[round] = 0;
   }
   fence_device();
   block_sync();

@@ -537,7 +537,7 @@ template <class T, class W, bool ROUTER, bool ONE = false, uint32_t MOST = 8> DE
   if constexpr (RINGS) x = (words16*)lds_bytes();
 #endif
   Lds lds = {x, x_scale, sums, partial, scale};
-  if (!ROUTER && a.part == PART_GIVE && block_x() == 0) hotcache::lists_begin(a.part_give);
+  if (!ROUTER && a.part == PART_GIVE && block_x() < a.part_blocks) hotcache::lists_begin(a.part_give, block_x());
   next_may_begin();
   if constexpr (!ROUTER) {
     if (block_x() < a.part_blocks) {
