@@ -167,7 +167,7 @@ class step_gemv_args(Args):
         ("wide", c_uint32),  # 1: 32 lanes, or 8 waves, share a column: k >= 1,024; of halves, or of one half alone, the first half of k
         ("waiting_blocks", c_uint32),  # the first blocks, which may wait for another device: those of part ROWS with an inbox; all with mail
         ("narrow", c_uint32),  # 1: a block has 16 rows of weights; wide, one row of bf16 x; epilogue 4 with mail alone
-        ("_pad", c_uint32),
+        ("turns", c_uint32),  # step_*_crowd_*: the equal shares that the rows are divided into
     ]
 
 

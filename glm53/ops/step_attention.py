@@ -16,6 +16,10 @@ from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 SPLIT = 64  # planned rows of one partial result
 WIDTH_UNIT = 8  # latent, rope and the columns before the rope part of q are multiples of it
 MANY_EXPAND = "step_expand_many_bf16"  # of several rows and q8g64 weights on sm_90: the same bits
+MANY_ATTEND = {"step_attend_bf16_q8g64": "step_attend_many_bf16_q8g64"}  # likewise: three blocks share a multiprocessor
+# On sm_90: up to so many rows the kernel for one row expands faster, its blocks one after the other, and two blocks of attention a multiprocessor are
+# enough for all.
+FEW_ROWS = 2
 # Kernels with the same bits whose blocks do not share a multiprocessor: for one query row, which has fewer blocks than there are multiprocessors.
 ONE_ROW = {"step_attend_bf16_q8g64": "step_attend_one_bf16_q8g64", "step_expand_bf16": "step_expand_one_bf16"}
 
@@ -94,6 +98,8 @@ def attend(
     d.match("counts", counts, "rows", dtype=DType.I32)
     _match_partials(d, partials)
     name = kernel_for(format_variant("step_attend", q_latent.dtype, row_format), d["rows"])
+    if d["rows"] > FEW_ROWS and on_sm(stream):
+        name = MANY_ATTEND.get(name, name)
     limits = stream.device.kernel(name).constants
     rope = d["head_dim"] - rope_offset
     d.require(0 <= rope_offset <= d["head_dim"], f"rope_offset is {rope_offset}, expected 0 to head_dim={d['head_dim']}")
@@ -140,6 +146,8 @@ def expand(stream: Stream, partials: Partials, counts: Array, wv: Matrix, o: Arr
     d.match("o", o, "rows", "heads", "v", dtype=(DType.F32, DType.BF16))
     name = kernel_for(f"step_expand_{o.dtype.label}", d["rows"])
     many = d["rows"] > 1 and o.dtype is DType.BF16 and wv.format is WeightFormat.Q8G64 and on_sm(stream)
+    if many and d["rows"] <= FEW_ROWS:
+        many, name = False, ONE_ROW[name]
     if many:
         name = MANY_EXPAND
     limits = stream.device.kernel(name).constants

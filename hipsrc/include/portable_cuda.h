@@ -36,6 +36,8 @@ DEVICE uint32_t block_z() { return blockIdx.z; }
 DEVICE uint32_t lane_id() { return threadIdx.x & (WAVE - 1); }
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void wave_sync() { __syncwarp(); }
+// Of the work-items that name the same barrier, 1 to 15; so many, whole waves.
+DEVICE void some_sync(uint32_t barrier, uint32_t count) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory"); }
 template <class T> DEVICE T shuffle_from(T v, uint32_t lane) { return __shfl_sync(~0u, v, (int)lane); }
 template <class T> DEVICE T shuffle_xor(T v, uint32_t mask) { return __shfl_xor_sync(~0u, v, (int)mask); }
 DEVICE uint64_t wave32_max(uint64_t v) {  // by halves, each in one instruction

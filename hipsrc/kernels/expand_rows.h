@@ -73,13 +73,13 @@ DEVICE Place copy_rows(const step_expand_args& a, const Splits& s, Place at, flo
   return at;
 }
 
-// x of row `row`, staged for gemv.h among N rows.
+// x of row `row`, staged for gemv.h among N rows; as f32, for each value is read by all outputs.
 template <uint32_t N> DEVICE void store_row(const step_expand_args& a, words16* x, uint32_t row, bool used, const Joined<2>& joined) {
   uint32_t c = 2 * thread_id();
   if (c >= (a.latent + gemv::CHUNK_MAX - 1) / gemv::CHUNK_MAX * gemv::CHUNK_MAX) return;
-  bf16* to = (bf16*)(x + row * (gemv::X_UNITS / N) + gemv::place_of(c / 8)) + c % 8;
+  float* to = (float*)(x + row * (gemv::X_UNITS / N) + gemv::place_of(c / 4)) + c % 4;
   UNROLL
-  for (uint32_t j = 0; j < 2; j++) store_f32(to + j, used && c < a.latent ? joined.sum[j] * (1.0f / joined.mass) : 0.0f);
+  for (uint32_t j = 0; j < 2; j++) to[j] = used && c < a.latent ? rounded<bf16>::of(joined.sum[j] * (1.0f / joined.mass)) : 0.0f;
 }
 
 template <uint32_t N> DEVICE void join_rows(const step_expand_args& a, const Splits& s, const float* stats, words16* x, float* ring, Place copied) {
@@ -151,7 +151,7 @@ template <uint32_t N> DEVICE void expand_rows(const step_expand_args& a, uint8_t
       UNROLL
       for (uint32_t slot = 0; slot < DEPTH; slot++) {
         uint32_t chunk = (round + slot) * LANES + lane;
-        if (chunk < walk.chunks) gemv::add_chunk<bf16, N>(walk, slot, x, chunk, sums);
+        if (chunk < walk.chunks) gemv::add_chunk<float, N>(walk, slot, x, chunk, sums);
         if (round + slot + DEPTH < rounds) gemv::load_round(walk, slot, round + slot + DEPTH);
       }
     }

@@ -392,10 +392,11 @@ template <bool ONE> DEVICE void multiply_router(const step_gemv_args& a, const S
     auto scale = [&](uint32_t row) { return a.norm ? rsqrt_exact(lds.partial[row * EACH + ROUTER_COLS] / (float)a.k + a.eps) : 1.0f; };
     if (r < rows && c < ROUTER_COLS && column < s.n) ((float*)s.y)[(uint64_t)(first + r) * s.y_stride + column] = lds.partial[t] * scale(r);
     uint32_t share = (a.k + blocks - 1) / blocks, from = s.block * share, end = from + share < a.k ? from + share : a.k;
-    for (uint32_t row = 0; row < rows && a.h; row++) {
-      const bf16 *x = (const bf16*)a.x + (uint64_t)(first + row) * a.x_stride, *norm = (const bf16*)a.norm;
-      bf16* h = (bf16*)a.h + (uint64_t)(first + row) * a.k;
-      for (uint32_t i = from + t; i < end; i += 256) store_f32(h + i, load_f32(norm + i) * rounded<bf16>::of(load_f32(x + i) * scale(row)));
+    uint32_t values = from < end ? end - from : 0u;
+    for (uint32_t j = t; a.h && j < rows * values; j += 256) {
+      uint32_t row = ONE ? 0u : j / values, i = from + (j - row * values);
+      float x = load_f32((const bf16*)a.x + (uint64_t)(first + row) * a.x_stride + i);
+      store_f32((bf16*)a.h + (uint64_t)(first + row) * a.k + i, load_f32((const bf16*)a.norm + i) * rounded<bf16>::of(x * scale(row)));
     }
     block_sync();
   }

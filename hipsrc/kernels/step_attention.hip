@@ -331,6 +331,9 @@ DEVICE void step_attend_q8g64(const step_attend_args& a) {
 }
 // LAUNCH step_attend_bf16_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
 EARLY_KERNEL(step_attend_bf16_q8g64, step_attend_args, 256, 2) { step_attend_q8g64(a); }
+// Of more blocks than run at once, two a multiprocessor: three, which costs some instructions.
+// LAUNCH step_attend_many_bf16_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
+EARLY_KERNEL(step_attend_many_bf16_q8g64, step_attend_args, 256, 3) { step_attend_q8g64(a); }
 // LAUNCH step_attend_one_bf16_q8g64 block=256 heads=16 split=64 latent_max=512 width_max=576
 EARLY_KERNEL(step_attend_one_bf16_q8g64, step_attend_args, 256, 1) { step_attend_q8g64(a); }
 

@@ -5,7 +5,7 @@
 #include "portable.h"
 #include "fetch.h"
 #include "sum_mail.h"
-#include "wave_rows.h"
+#include "wave_crowd.h"
 
 namespace step_halves {
 
@@ -141,6 +141,43 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) {
 template <class W> DEVICE void run_one(const step_gemv_args& a) { run<W, 1>(a); }
 #endif
 
+#if defined(TILE_MMA)
+constexpr uint32_t CROWD_ROWS = 10;
+// Blocks of three teams of waves (wave_crowd.h), each of which has 96 columns of a half of a wide product on one device, and one of a.turns shares of
+// the rows; no part. Partial sums [blocks][TEAMS][N][COLS], one counter a pair of blocks.
+DEVICE void run_crowd(const step_gemv_args& a) {
+  SHARED(uint32_t, word, 1);
+  next_may_begin();
+  constexpr uint32_t N = CROWD_ROWS, TEAMS = wave_crowd::TEAMS;
+  uint32_t turns = a.turns, each = (a.rows + turns - 1) / turns, share = block_x() / 2, half = block_x() % 2;
+  uint32_t crowd = share / turns, first_row = (share - crowd * turns) * each, rows = a.rows - first_row < each ? a.rows - first_row : each;
+  uint32_t column = (crowd * TEAMS + wave_crowd::team()) * COLS, last = a.n[0] - 1u;
+  Weights w = half_of(a.k, 1, half, true);
+  const bf16* from = (const bf16*)a.x + (uint64_t)first_row * a.x_stride + w.first;
+  wave_crowd::products<N>(
+      w, {(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}, lds_bytes(), 1, rows,
+      [&](uint32_t, uint32_t i) { return column + i < last ? column + i : last; }, [&](uint32_t r) { return from + (uint64_t)r * a.x_stride; }, {},
+      [&](uint32_t, const auto& sum) {
+        float* low = (float*)a.partial + (uint64_t)(2 * share * TEAMS + wave_crowd::team()) * N * COLS + tile_lane();
+        wave_crowd::for_rows(rows, [&](uint32_t row) { low[half * TEAMS * N * COLS + row * COLS] = sum(row); });
+        fence_device();
+        block_sync();
+        if (thread_id() == 0) *word = global_add((uint32_t*)a.arrivals + share, 1u);
+        block_sync();
+        if (*word == 0) return;
+        fence_device();
+        if (thread_id() == 0) ((uint32_t*)a.arrivals)[share] = 0;
+        wave_crowd::for_rows(rows, [&](uint32_t row) {
+          uint32_t to = column + tile_lane();
+          if (to > last) return;
+          uint64_t index = (uint64_t)(first_row + row) * a.y_stride[0] + to;
+          float both = low[row * COLS] + low[TEAMS * N * COLS + row * COLS];
+          store_f32((bf16*)a.y[0] + index, load_f32((const bf16*)a.residual + index) + both);
+        });
+      });
+}
+#endif
+
 }  // namespace step_halves
 
 // Grid: part_blocks + 2 * blocks (a.mail: 1 * blocks) of `rows` rows of x and cols columns where half of k is at least long_k, else cols_short.
@@ -153,6 +190,15 @@ LDS_KERNEL(step_halves_bf16_q8g64, step_gemv_args, 256, 3, (wave_rows::LDS_BYTES
 LDS_KERNEL(step_halves_many_bf16_q8g64, step_gemv_args, 256, 3, (wave_rows::LDS_BYTES<q8g64_weights, 10, false>)) {
   step_halves::run<q8g64_weights, 10>(a);
 }
+// Wide products of several rows on one device without a part, on sm_90: the same bits. Elsewhere it does nothing and is not launched.
+// LAUNCH step_halves_crowd_bf16_q8g64 block=768 cols=96 long_k=1024 rows=10
+#if defined(TILE_MMA)
+LDS_KERNEL(step_halves_crowd_bf16_q8g64, step_gemv_args, 768, 1, (wave_crowd::LDS_BYTES<step_halves::CROWD_ROWS, false>)) {
+  step_halves::run_crowd(a);
+}
+#else
+EARLY_KERNEL(step_halves_crowd_bf16_q8g64, step_gemv_args, 768, 1) { (void)a; }
+#endif
 // Of one row of x: the same bits. a.narrow: half of cols a block.
 // LAUNCH step_halves_one_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 rows=1
 EARLY_KERNEL(step_halves_one_bf16_q8g64, step_gemv_args, 256, 3) { step_halves::run_one<q8g64_weights>(a); }

@@ -19,6 +19,7 @@ template <uint32_t N> constexpr uint32_t SETS = (N + SET - 1) / SET;
 struct Lds {
   wave_one::Lds one;  // ring, scales; x [WAVES][SLOTS] of both planes; x_sum, q4g64: [WAVES][SLOTS][RUN]
   uint16_t* x_scale;  // [WAVES][SLOTS][RUN], upper halves of f32
+  uint32_t wave;      // whose x this wave uses
 };
 template <uint32_t SLOTS> constexpr uint32_t X_WAVE = SLOTS * 2 * RUN_VALUES;  // bytes
 template <uint32_t SLOTS> constexpr uint32_t SIDES = WAVES * SLOTS * RUN;
@@ -31,7 +32,7 @@ template <class W, uint32_t SLOTS> DEVICE Lds rings_of(uint8_t* at) {
   words16 *ring = (words16*)at, *x = ring + wave_one::RING_UNITS;
   uint64_t* scales = (uint64_t*)(x + WAVES * X_WAVE<SLOTS> / 16);
   int32_t* x_sum = (int32_t*)(scales + WAVES * COLS);
-  return {{ring, scales, x, nullptr, x_sum, nullptr, nullptr}, (uint16_t*)(x_sum + (W::FORMAT == WEIGHT_Q4G64 ? SIDES<SLOTS> : 0))};
+  return {{ring, scales, x, nullptr, x_sum, nullptr, nullptr}, (uint16_t*)(x_sum + (W::FORMAT == WEIGHT_Q4G64 ? SIDES<SLOTS> : 0)), tile_group()};
 }
 
 // Of a product of N rows behind the rings: of a norm, lanes [WAVES][N][32], each work-item's sums of squares, then squares [WAVES][N].
@@ -48,9 +49,9 @@ template <class W, uint32_t N> struct Walk {
 
 template <class W> DEVICE uint32_t turned(uint32_t column) { return W::FORMAT == WEIGHT_Q4G64 ? column % 4 * 2 : column % 8; }
 template <class W, uint32_t SLOTS> DEVICE uint8_t* unit_of(const Lds& lds, uint32_t column, uint32_t unit) {
-  return (uint8_t*)lds.one.x + tile_group() * X_WAVE<SLOTS> + column * RUN_VALUES + ((unit ^ turned<W>(column)) << 4);
+  return (uint8_t*)lds.one.x + lds.wave * X_WAVE<SLOTS> + column * RUN_VALUES + ((unit ^ turned<W>(column)) << 4);
 }
-template <uint32_t SLOTS> DEVICE uint32_t side_of(uint32_t slot) { return (tile_group() * SLOTS + slot) * RUN; }
+template <uint32_t SLOTS> DEVICE uint32_t side_of(const Lds& lds, uint32_t slot) { return (lds.wave * SLOTS + slot) * RUN; }
 
 template <class W, uint32_t N> DEVICE void clear(Walk<W, N>& walk) {
   UNROLL
@@ -108,7 +109,7 @@ DEVICE void add_group(Walk<W, N>& walk, const Lds& lds, const uint32_t (&scale)[
         x[1][half] = both[1];
       }
     }
-    uint32_t side = side_of<SLOTS>(first + SET * set + part()) + group;
+    uint32_t side = side_of<SLOTS>(lds, first + SET * set + part()) + group;
     float x_scale = float_of((uint32_t)lds.x_scale[side] << 16);
     int32_t less = W::FORMAT == WEIGHT_Q4G64 ? lds.one.x_sum[side] : 0;
     UNROLL
@@ -160,7 +161,7 @@ DEVICE void put_row(const uint32_t* word, const uint32_t* norm, const Lds& lds, 
     }
     *lanes = square;
   }
-  uint32_t unit = tile_lane() / 2, inside = tile_lane() % 2 * 8, side = side_of<SLOTS>(slot) + tile_lane() / 8;
+  uint32_t unit = tile_lane() / 2, inside = tile_lane() % 2 * 8, side = side_of<SLOTS>(lds, slot) + tile_lane() / 8;
   uint8_t *low = unit_of<W, SLOTS>(lds, 2 * slot, unit) + inside, *high = unit_of<W, SLOTS>(lds, 2 * slot + 1, unit) + inside;
   put_codes<W>(low, high, lds.x_scale + side, lds.one.x_sum + side, v);
 }
@@ -184,7 +185,10 @@ DEVICE void stage(Asked<WINDOW>& asked, const Weights& w, const Lds& lds, uint32
 
 // x(matrix, r): row r < rows of x, k values. The sums are in LDS. WINDOW: rows of x that are asked for before the first of them is needed.
 template <uint32_t WINDOW, class W, uint32_t N, class At, class X>
-DEVICE void product(Walk<W, N>& walk, const Weights& w, const At& at, const Lds& lds, uint32_t rows, const X& x, const Operand& o) {
+DEVICE void product(Walk<W, N>& walk, const Weights& w, const At& at, const Lds& own, uint32_t rows, const X& x, const Operand& o) {
+  Lds lds = own;
+  bool common = !w.wide && w.k <= RUN_VALUES && w.matrices == 1 && !o.norm;  // all waves have the same run: each makes the x of some rows
+  if (common) lds.wave = 0;
   constexpr uint32_t DEPTH = wave_one::DEPTH<2>, STAGES = wave_one::STAGES<W>, GROUPS = wave_one::GROUPS<W>;
   float* of_lane = lanes_of<W, N>(lds) + tile_group() * N * 32 + tile_lane();
   if (o.norm) {
@@ -192,14 +196,23 @@ DEVICE void product(Walk<W, N>& walk, const Weights& w, const At& at, const Lds&
   }
   Cursor c = walk.weights.cursor;
   Asked<WINDOW> asked;
-  ask(asked, w, x, 0, rows, c);
-  ask_norm(asked, w, o, c);
+  if (common) {
+    ROLLED
+    for (uint32_t row = tile_group(); row < rows; row += WAVES) {
+      ask(asked, w, x, row, row + 1u, c);
+      put_row<W, N>(asked.word[0], asked.norm, lds, nullptr, o, row);
+    }
+    block_sync();
+  } else {
+    ask(asked, w, x, 0, rows, c);
+    ask_norm(asked, w, o, c);
+  }
   ROLLED
   for (uint32_t left = turns_in(w); left; left--) {
     uint32_t groups = c.matrix < w.matrices ? groups_in(w) - c.run * RUN : 0u, scale[4][2];
     Cursor after = c;
     next_run(after, w);
-    stage<W, N>(asked, w, lds, rows, x, o, c, after);
+    if (!common) stage<W, N>(asked, w, lds, rows, x, o, c, after);
     c = after;
     UNROLL
     for (uint32_t stage = 0; stage < STAGES; stage++) {

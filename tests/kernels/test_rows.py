@@ -55,6 +55,22 @@ def test_gemv(device: Device, k: int, rows: int, normed: bool) -> None:
         compare_with_single_rows(rows, product)
 
 
+@pytest.mark.parametrize("rows", [5, 10, 13])
+def test_gemv_of_many_columns(device: Device, rows: int) -> None:
+    """More columns than blocks that run at once have, of a head: sets one after the other; the last set of a block is not whole."""
+    k, n = 1088, 13_000
+    x, norm = values(1, (rows, k)), draw(2, (k,), BF16)
+    with Bench(device) as bench:
+        weight, scale = put_matrix(bench, draw_weights(3, (n, k), Q8)), bench.put(norm, BF16)
+
+        def product(some: slice) -> np.ndarray:
+            sums = bench.poison(F32, (len(x[some]), n))
+            step.gemv(bench.stream, bench.put(x[some], BF16), [Segment(weight, sums, Epilogue.STORE_F32)], norm=scale, eps=1e-5)
+            return bench.bits(sums)
+
+        compare_with_single_rows(rows, product)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("k", [384, 4224])
 def test_halves(device: Device, k: int, rows: int) -> None:
