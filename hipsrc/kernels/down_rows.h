@@ -24,7 +24,7 @@ template <class W> struct DownRows {
   DEVICE float* sums() { return (float*)(lds_bytes() + RINGS + X); }
   DEVICE wave_rows::Lds x_lds() {
     int32_t* x_sum = (int32_t*)(sums() + SUMS);
-    return {{nullptr, nullptr, (words16*)(lds_bytes() + RINGS), nullptr, x_sum, nullptr, nullptr}, (uint16_t*)(x_sum + wave_rows::SIDES<SLOTS>)};
+    return {{nullptr, nullptr, (words16*)(lds_bytes() + RINGS), nullptr, x_sum, nullptr, nullptr}, (uint16_t*)(x_sum + wave_rows::SIDES<SLOTS>), tile_group()};
   }
   DEVICE uint32_t sets_in(const step_down_args& a) { return (a.n + COLS - 1u) / COLS; }
   DEVICE uint32_t groups_of_rows(const step_down_args& a) { return (a.rows + SET - 1u) / SET; }

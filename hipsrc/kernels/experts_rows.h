@@ -192,7 +192,7 @@ template <class W> struct ExpertsRows {
     float* sums = (float*)(memory + RINGS + X);
     int32_t* x_sum = (int32_t*)(memory + RINGS + X + SUMS_BYTES);
     uint16_t* x_scale = (uint16_t*)(x_sum + (W::FORMAT == WEIGHT_Q4G64 ? SIDES : 0));
-    wave_rows::Lds lds = {{nullptr, nullptr, (words16*)(memory + RINGS), nullptr, x_sum, nullptr, nullptr}, x_scale};
+    wave_rows::Lds lds = {{nullptr, nullptr, (words16*)(memory + RINGS), nullptr, x_sum, nullptr, nullptr}, x_scale, tile_group()};
     Turns& turns = found[0];
     previous_done();
     next_may_begin();

@@ -100,7 +100,7 @@ template <uint32_t SLOTS> DEVICE wave_rows::Lds from_slot(const wave_rows::Lds& 
 
 // This work-item's 8 values of a run of the row in slot 0.
 template <class W, uint32_t SLOTS> DEVICE void put_values(const wave_rows::Lds& lds, const float* v) {
-  uint32_t unit = tile_lane() / 2, inside = tile_lane() % 2 * 8, side = wave_rows::side_of<SLOTS>(0) + tile_lane() / 8;
+  uint32_t unit = tile_lane() / 2, inside = tile_lane() % 2 * 8, side = wave_rows::side_of<SLOTS>(lds, 0) + tile_lane() / 8;
   uint8_t *low = wave_rows::unit_of<W, SLOTS>(lds, 0, unit) + inside, *high = wave_rows::unit_of<W, SLOTS>(lds, 1, unit) + inside;
   put_codes<W>(low, high, lds.x_scale + side, lds.one.x_sum + side, v);
 }
@@ -111,7 +111,7 @@ struct Sides {
   int32_t less[RUN];
 };
 template <uint32_t SLOTS> DEVICE Sides load_sides(const wave_rows::Lds& x) {
-  uint32_t side = wave_rows::side_of<SLOTS>(part());
+  uint32_t side = wave_rows::side_of<SLOTS>(x, part());
   Sides s;
   wave_one::load_pair((const uint8_t*)(x.x_scale + side), s.scale);
   load16(x.one.x_sum + side, (uint32_t*)s.less);
