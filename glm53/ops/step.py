@@ -261,9 +261,8 @@ def gemv(
         _bind_halves(d, args, x.dtype, segments, halves, norm, part, mail)
     _bind_part(d, args, part, x, segments)
     kernel = _kernel(d, stream, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
-    if x.dtype is DType.BF16 and mail is None and on_sm(stream):
-        silu = any(segment.epilogue is Epilogue.SILU for segment in segments)
-        kernel = crowd.kernel(args, len(segments), added, silu, stream.device.properties.compute_units) or kernel
+    if added and x.dtype is DType.BF16 and mail is None and on_sm(stream) and crowd.fits(args):
+        kernel = crowd.KERNEL
     at_once = blocks_at_once(stream) if "_one_" in kernel and not args.partial else 0
     blocks = args.part_blocks + _product_blocks(args, stream, kernel, len(segments), at_once)
     if mail is not None:
@@ -440,8 +439,8 @@ def _product_blocks(args: step_gemv_args, stream: Stream, kernel: str, segments:
         args.blocks[index] = ceil_div(n, columns) * (args.rows if scalar else ceil_div(args.rows, constants["rows"]))
     if not scalar and router:
         args.blocks[0] = fixed
-    if "_crowd_" in kernel:
-        crowd.bind_blocks(args, constants["rows"], stream.device.properties.compute_units)
+    if kernel == crowd.KERNEL:
+        crowd.bind_blocks(args, constants["rows"])
     return (2 if args.partial else 1) * sum(args.blocks)
 
 

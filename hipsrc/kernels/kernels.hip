@@ -27,7 +27,6 @@
 #include "step_attention.hip"
 #include "router.hip"
 #include "step.hip"
-#include "step_crowd.hip"
 #include "step_halves.hip"
 #include "experts.hip"
 #include "step_experts.hip"
