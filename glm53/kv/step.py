@@ -25,8 +25,8 @@ from glm53.ops.step_state import RowPlace
 from glm53.spec import DType, Offsets
 
 Runs = Sequence[tuple[int, int]]  # (session, query rows) in the order of the rows
-# Extra blocks that fetch, 24 KiB in flight each. Beside absorption there is room for many; o leaves room for 12 on an H200, and any more would wait for
-# blocks of products to end, or make those wait.
+# Extra blocks that fetch, 24 KiB in flight each. Beside absorption there is room for many; o leaves room for 12 on an H200: any more would wait
+# for blocks of products to end, or make those wait.
 LEADER_BLOCKS, FOLLOWER_BLOCKS = 32, 12
 
 

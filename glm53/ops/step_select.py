@@ -270,8 +270,8 @@ def give_args(
 
     Arrays as for `hotcache.hot_plan`: selected [rows, k] i32, k at most 2,048, counts, sessions [rows] i32, round_starts [rounds + 1] i32, tables
     [sessions, extents] u64 of host extents and source, the group's place in them, plan [rows, k] u64, fetch for rows * k entries and all rounds.
-    arrivals [at least rounds, 4] u32, 0 before and after. A block for each 256 entries of a query row, in any order: the last one of round i completes
-    plan, fetch list, slot tables and counters of its session and group. A row that is in no round has no plan. Raises ContractError.
+    arrivals [at least rounds, 4] u32, 0 before and after. A block for each 256 entries of a query row, in any order: the last one of round i
+    completes plan, fetch list, slot tables and counters of its session and group. A row that is in no round has no plan. Raises ContractError.
     """
     args = hotcache.round_args(
         "give",

@@ -511,14 +511,8 @@ template <class T, bool ONE> DEVICE void route_last(const step_gemv_args& a, con
 }
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {
-  if (a.part == PART_GIVE) {
-    hotcache::give_part(a.part_give, block_x(), (hotcache::give_work*)lds.x);
-    return;
-  }
-  if (a.part == PART_FETCH) {
-    history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds, (uint32_t*)lds.x);
-    return;
-  }
+  if (a.part == PART_GIVE) return hotcache::give_part(a.part_give, block_x(), (hotcache::give_work*)lds.x);
+  if (a.part == PART_FETCH) return history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds, (uint32_t*)lds.x);
   previous_done();
   if (a.part == PART_ROWS) finish_rows<T>(a, block_x(), lds);
   else hotcache::place_part(a.part_place, block_x());
