@@ -1,7 +1,7 @@
 """The kernel cases on the cpu runtime, both built with AddressSanitizer and UndefinedBehaviorSanitizer, in a process of their own.
 
 Both forms of each kernel. Every family is there: all quick cases of families with few, every n-th of those with many, to keep the build the larger
-part of the time.
+part of the time. Kernels rehearse (portable.h), which they do on the cuda runtime alone otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES_PER_FAMILY = 12
-FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -DREHEARSES=1"
 
 # Runs in the child: the sanitized libraries come first on the package's path, where `native_directory` looks.
 RUN = f"""
