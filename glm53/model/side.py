@@ -104,6 +104,11 @@ class Side:
             device, self.stream, own, weights, dtype, chunk_rows_max, self.tier, self.keys, self.step.head, self.prompt_row_error, terminal
         )
 
+    def reset_selections(self) -> None:
+        """After scores whose selection was never enqueued: what both hand on is 0 again, in stream order."""
+        for layers in [self.step.layers] if self.drafter is None else [self.step.layers, self.drafter.drafts]:
+            layers.selector.reset(self.stream)
+
     def _make_drafter(self, device: Device, config: EngineConfig, own: ModelSpec, dtype: DType, pair: PairSide | None) -> Drafter:
         assert self.weights.mtp is not None, "drafts without an MTP layer"
         row_format, tier_of = self.tier.layout.row_format, partial(step_of, self.tier)

@@ -54,6 +54,7 @@ class Stage:
         assert len(sides) == (1 if pair is None else 2)
         self.sides, self.pair = tuple(sides), pair
         self.number = 0  # of the next step, as the devices count them
+        self._cut_off = False  # launches of a step or pass may be missing
         self._clear()
 
     @property
@@ -378,17 +379,24 @@ class Stage:
 
     @contextmanager
     def _unsure(self) -> Iterator[None]:
-        """If the inside raises, one side may have been given work that the other has not."""
+        """If the inside raises, launches may be missing, and one side may have been given work that the other has not."""
         try:
             yield
         except BaseException:
+            self._cut_off = True
             if self.pair is not None:
                 self.pair.unsure = True
             raise
 
     def _ready(self) -> None:
-        """After a failure: both devices have finished (waits of exchanges are bounded), mailboxes and step numbers start anew."""
-        if self.pair is None or not self.pair.unsure:
+        """After a failure: selections start from zeros. Of a pair both devices have finished (waits of exchanges are bounded), mailboxes and step
+        numbers start anew."""
+        unsure = self.pair is not None and self.pair.unsure
+        if self._cut_off or unsure:
+            for side in self.sides:
+                side.reset_selections()
+            self._cut_off = False
+        if self.pair is None or not unsure:
             return
         for side in self.sides:
             side.device.synchronize()

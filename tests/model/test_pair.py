@@ -264,3 +264,28 @@ def test_refused(make_checkpoint: Callable[..., Path], demo_path: Path) -> None:
         Engine.open(make_checkpoint(layers=5, seed=12), devices=(0, 1), dtype="f32")
     with pytest.raises(InputError, match="device 7 does not exist"):
         Engine.open(demo_path, devices=(0, 7))
+
+
+@pytest.mark.parametrize("way", ["single", "auto", "off"])
+def test_a_step_after_a_failed_launch(control: ctypes.CDLL, make_checkpoint: Callable[..., Path], way: str) -> None:
+    """Also where the selection of a step is missing, whose scores have been counted: the next step is right."""
+    api = b"hipModuleLaunchKernel"
+    path = make_checkpoint(layers=3, seed=7, overrides=MODEL["overrides"])
+    engine = tier_scene.open_host(path, RING + 40, graphs=False) if way == "single" else pair(path, way, graphs=False)
+    with engine, engine.session() as session:
+        session.prefill(PROMPTS[0])
+        rows = session.rows
+        before = control.glm53_cpu_calls(api)
+        expected = session.step([7])
+        calls = control.glm53_cpu_calls(api) - before
+        assert calls > 20
+        for nth in sampled(calls, calls if way == "single" else 12):
+            session.truncate(rows)
+            control.glm53_cpu_fail(api, nth, 2)
+            try:
+                with pytest.raises(Glm53Error):
+                    session.step([7])
+            finally:
+                control.glm53_cpu_fail(api, 0, 0)
+            assert session.rows == rows, f"launch {nth}"
+            assert np.array_equal(session.step([7]), expected), f"launch {nth}: the next step differs"
