@@ -14,6 +14,7 @@
 //   previous_done()                     waits until all that earlier launches wrote can be read
 //   WAVE, thread_id(), block_x/y/z(), lane_id(), wave_id(), block_sync(), shuffle_xor(v, mask), shuffle_from(v, lane)
 //   wave_sync()                         what the 32 aligned work-items wrote to LDS can be read by each of them
+//   some_sync(barrier, count)           where there are TILE_MMA: a meeting of so many work-items, whole waves, that name the same barrier, 1 to 15
 //   SHARED(type, name, count)           workgroup memory (LDS)
 //   UNROLL, ROLLED                      before a loop: always unrolled; never, where that would cost too many registers
 //   fma_f32, exp_f32, log_f32, sqrt_f32, rsqrt_f32, sincos_f32, max_f32, min_f32
