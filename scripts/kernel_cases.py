@@ -17,13 +17,14 @@ import numpy as np
 from glm53.errors import Glm53Error
 from glm53.hip import Array, Device, Stream
 from glm53.mem.extents import ExtentShape, GroupPlace
-from glm53.ops import attention, hotcache, matmul, rows, sampling, step, step_attention, step_experts, step_select, step_state
+from glm53.ops import attention, hotcache, matmul, rows, sampling, step, step_attention, step_experts, step_parts, step_select, step_state
 from glm53.ops.contract import Cost
 from glm53.ops.halves import Halves
 from glm53.ops.hotcache import FetchList, SlotTables
 from glm53.ops.matrix import Matrix
-from glm53.ops.step import Epilogue, Rope, RowsPart, Segment
+from glm53.ops.step import Epilogue, Rope, Segment
 from glm53.ops.step_attention import Partials
+from glm53.ops.step_parts import RowsPart
 from glm53.ops.step_select import Drawn, ExtentPlace, HotPlace, Selector
 from glm53.ops.weights import random_array, random_matrix
 from glm53.sampling import SamplingParams
@@ -195,7 +196,7 @@ def products(m: Maker, op: str, k: int, every: Sequence[Product], normed: bool =
             more: dict[str, Any] = {"eps": EPS if normed else 0.0, "positions": positions, "inv_freq": inv_freq, "part": part, "halves": halves}
             launches.append(partial(step.gemv, m.stream, x, segments, **arrays, **more))
         cost = step.cost_gemv(x, segments, **arrays) + Cost(part_bytes, 0)
-        kind = "gemv_router" if isinstance(part, step.RouterPart) else "gemv" if halves is None else "halves"
+        kind = "gemv_router" if isinstance(part, step_parts.RouterPart) else "gemv" if halves is None else "halves"
         points.append(Point(op, step.kernel_for(f"step_{kind}", T, Q8, count), shape, count, tuple(launches), cost))
     return points
 
@@ -222,11 +223,11 @@ def rows_part(with_key: bool) -> PartOf:
     return part_of
 
 
-def router_part(m: Maker, count: int) -> tuple[step.RouterPart, int]:
+def router_part(m: Maker, count: int) -> tuple[step_parts.RouterPart, int]:
     s = m.shapes
     ids, weights = m.empty(DType.I32, count, s.slots), m.empty(DType.F32, count, s.slots)
     bias, arrivals = m.draw(s.experts, dtype=DType.F32, std=0.01), m.put(np.zeros(1, np.uint32))
-    return step.RouterPart(bias, ids, weights, arrivals, 1, 1, True, 2.5), bias.nbytes + ids.nbytes + weights.nbytes
+    return step_parts.RouterPart(bias, ids, weights, arrivals, 1, 1, True, 2.5), bias.nbytes + ids.nbytes + weights.nbytes
 
 
 def query_input(m: Maker) -> Iterator[list[Point]]:
@@ -449,9 +450,9 @@ class HotRound:
         extents = m.put(np.full((1, shape.extents_for(history)), NOWHERE, np.uint64))  # of rows that are never fetched
         lists = (self.selected, self.counts, self.sessions, self.starts, extents, self.place, self.plan, self.fetch)
         arrivals = m.put(np.zeros((1, step_select.ARRIVAL_WORDS), np.uint32))
-        self.give = step.GivePart(step_select.give_args(*lists, GroupPlace(s.extent_rows, s.row_bytes, 0, s.row_bytes), arrivals), count)
+        self.give = step_parts.GivePart(step_select.give_args(*lists, GroupPlace(s.extent_rows, s.row_bytes, 0, s.row_bytes), arrivals), count)
         resident = step_select.place_args(self.selected, self.counts, self.sessions, ExtentPlace(extents, shape), self.plan)
-        self.resident = step.PlacePart(resident, count)
+        self.resident = step_parts.PlacePart(resident, count)
         self._check()
 
     def _check(self) -> None:
@@ -469,12 +470,12 @@ class HotRound:
         if missed.any() or (plan % 4 != Space.HOT).any() or not plan.all():
             raise Glm53Error(f"a round of {self.count} rows missed {missed.tolist()} of its rows, wanted none: the cache was seeded with them")
 
-    def fetch_part(self) -> step.FetchPart:
+    def fetch_part(self) -> step_parts.FetchPart:
         """A fetch of no rows, with as many blocks as rows.fetch would take."""
         s, words = self.m.shapes, self.m.device.kernel("fetch_rows").constants["words"]
         blocks = rows.copy_blocks(self.m.device, self.count * s.topk * s.row_bytes // 16, 1, words)
         places = rows.FetchPlanes(None, 0, 0, 0, s.row_bytes)
-        return step.FetchPart(rows.fetch_list_args(self.fetch, self.starts, range(1), places, s.topk, blocks), blocks, 1)
+        return step_parts.FetchPart(rows.fetch_list_args(self.fetch, self.starts, range(1), places, s.topk, blocks), blocks, 1)
 
 
 def host_tier(m: Maker) -> Iterator[list[Point]]:

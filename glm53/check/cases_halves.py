@@ -22,7 +22,8 @@ from glm53.check.reference_step import Weights, draw_weights
 from glm53.hip import Array, Device
 from glm53.ops import experts, halves, matmul, step, step_experts
 from glm53.ops.matrix import Matrix
-from glm53.ops.step import Patience, SumMail
+from glm53.ops.step import SumMail
+from glm53.ops.step_parts import Patience
 from glm53.spec import DType, WeightFormat
 
 F32, BF16 = DType.F32, DType.BF16

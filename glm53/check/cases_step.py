@@ -19,7 +19,7 @@ from glm53.check.compare import EXACT, TOLERANCES, Comparison, compare, worst_of
 from glm53.check.reference_step import Weights, draw_weights
 from glm53.hip import Array, Device
 from glm53.mem.extents import ExtentShape
-from glm53.ops import basic, experts, history, rows, step
+from glm53.ops import basic, experts, history, rows, step, step_parts
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
 from glm53.spec import WHOLE, DType, RowFormat, Shard, WeightFormat
@@ -251,7 +251,7 @@ def _rows_part(count: int, latent: int, rope: int, row_format: RowFormat, dtype:
             return [bench.read(memory), bench.read(extents), bench.read(error)]
 
         def fused(drow: Array, dkey: Array, drefs: Array, tables: Array, error: Array, y: Array) -> None:
-            part = step.RowsPart(drow, row_norm, EPS, drefs, offsets, row_format, latent, error)
+            part = step_parts.RowsPart(drow, row_norm, EPS, drefs, offsets, row_format, latent, error)
             if with_key:
                 part = replace(part, key=dkey, key_norm=key_norm, key_bias=key_bias, key_eps=1e-6, key_tables=tables, sessions=sessions)
                 part = replace(part, key_shape=shape, key_plane=1, key_share=share)
@@ -290,9 +290,9 @@ def _mail(count: int, latent: int, rope: int, row_format: RowFormat, dtype: DTyp
             memory = bench.poison(DType.U8, (count, row_bytes))
             refs = (memory.address + np.arange(count, dtype=np.uint64)[:: -1 if receive else 1] * np.uint64(row_bytes)).astype(np.uint64)
             refs[skipped:][:1] = 0
-            mail = step.RowMail(box.address, box.shape[0], receive, counter, per_step, mail_index, mail_error, step.Patience(1000))
+            mail = step_parts.RowMail(box.address, box.shape[0], receive, counter, per_step, mail_index, mail_error, step_parts.Patience(1000))
             mine = (None, None) if receive else (bench.put(row, dtype), row_norm)
-            part = step.RowsPart(mine[0], mine[1], EPS, bench.put(refs), (0, 0, 0, 0), row_format, latent, row_error, mail=mail)
+            part = step_parts.RowsPart(mine[0], mine[1], EPS, bench.put(refs), (0, 0, 0, 0), row_format, latent, row_error, mail=mail)
             y = bench.poison(dtype, (count, 19))
             step.gemv(bench.stream, x, [Segment(matrix, y)], positions=positions, inv_freq=inv_freq, part=part)
             memories.append(bench.read(memory))
@@ -326,7 +326,7 @@ def _router_part(
             n = some.shape[0]
             logits, act, h = bench.poison(F32, (n, n_experts)), bench.poison(dtype, (n, 17)), bench.poison(dtype, (n, k))
             ids, weights = bench.poison(DType.I32, (n, slots)), bench.poison(F32, (n, slots))
-            part = step.RouterPart(dbias, ids, weights, arrivals, n_group, topk_group, normalise=True, scaling=2.5)
+            part = step_parts.RouterPart(dbias, ids, weights, arrivals, n_group, topk_group, normalise=True, scaling=2.5)
             segments = [Segment(router, logits, Epilogue.STORE_F32), Segment(other, act, Epilogue.SILU)]
             step.gemv(bench.stream, some, segments, norm=dnorm, eps=EPS, h=h, part=part)
             return logits, act, h, ids, weights

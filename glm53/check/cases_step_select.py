@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -15,13 +14,16 @@ from glm53.check import reference_step_select as step_reference
 from glm53.check.case import Bench, Case, draw
 from glm53.check.cases_hotcache import SHAPE, SOURCE, TAG_LAST, TierCheck, counters, draw_tables, i32
 from glm53.check.cases_selection import Histories, Scoring, fill_scores, lay_out
+from glm53.check.cases_step import put_halves
+from glm53.check.cases_weights import put_matrix
 from glm53.check.compare import Comparison, compare, worst_of
 from glm53.hip import Array, Device
 from glm53.mem.extents import ExtentShape
-from glm53.ops import step
+from glm53.ops import step, step_parts
 from glm53.ops.hotcache import FetchList
-from glm53.ops.matrix import Matrix
+from glm53.ops.matrix import Matrix, WeightFormat
 from glm53.ops.rows import FetchPlanes, fetch_list_args
+from glm53.ops.step_args import step_give_args
 from glm53.ops.step_select import ARRIVAL_WORDS, Drawn, ExtentPlace, HotPlace, Selector, give_args, place_args
 from glm53.spec import DType, Space
 
@@ -163,7 +165,7 @@ def run_select(rows: int, dtype: DType, device: Device) -> Comparison:
             selector.score(bench.stream, *arrays, histories.shape, 0)
             selector.topk(bench.stream, positions, *out[:2])
             args = place_args(*out[:2], sessions, place, out[2])
-            step.gemv(bench.stream, x, [step.Segment(weight, y)], part=step.PlacePart(args, count))
+            step.gemv(bench.stream, x, [step.Segment(weight, y)], part=step_parts.PlacePart(args, count))
             return [bench.read(array) for array in out]
 
         with open_selector(bench, ROWS_MAX, max(contexts), k) as selector:
@@ -205,17 +207,57 @@ class StepTierCheck(TierCheck):
         compare("selected", self.bench.read(found), self.bench.read(selected))
         compare("counts", self.bench.read(counts), lengths)
         args = give_args(found, counts, sessions, round_starts, self.tables, place, plan, self.fetch, SOURCE, self.arrivals)
-        step.gemv(stream, self.x, [step.Segment(self.weight, self.y)], part=step.GivePart(args, len(lengths)))
-        compare("the product beside", self.bench.read(self.y), np.full((1, 4), 64, np.float32))
+        self.launch_parts(args, len(lengths))
         compare("arrivals", self.bench.read(self.arrivals), np.zeros(self.arrivals.shape, np.uint32))
+
+    def launch_parts(self, args: step_give_args, rows: int) -> None:
+        step.gemv(self.bench.stream, self.x, [step.Segment(self.weight, self.y)], part=step_parts.GivePart(args, rows))
+        compare("the product beside", self.bench.read(self.y), np.full((1, 4), 64, np.float32))
 
     def close(self) -> None:
         self.selector.free()
 
 
+class StoredTierCheck(StepTierCheck):
+    """GIVE beside products that tell when they are stored, and behind them products of their heads that wait for that alone, beside a short FETCH."""
+
+    HEADS, COLUMNS, LATENT = 8, 128, 64
+
+    def __init__(self, bench: Bench, **sizes: int):
+        super().__init__(bench, **sizes)
+        rows, width = sizes["rows_max"], self.HEADS * self.COLUMNS
+        self.x = bench.put(draw(1, (rows, 1024)), DType.BF16)
+        self.weight, _ = put_matrix(bench, draw(2, (width, 1024)), WeightFormat.Q8G64)
+        self.heads_weight, _ = put_matrix(bench, draw(3, (self.HEADS, self.LATENT, self.COLUMNS)), WeightFormat.Q8G64)
+        self.q = bench.poison(DType.BF16, (rows, width))
+        self.latent = bench.poison(DType.BF16, (rows, self.HEADS, self.LATENT))
+        self.want = [bench.read(array) for array in self.run(None, None)]
+        u64, i32_ = DType.U64, DType.I32
+        self.none = FetchList(
+            bench.poison(u64, (rows * sizes["k"],)), bench.poison(u64, (rows * sizes["k"],)), bench.poison(i32_, (1,)), bench.put(i32([0]))
+        )
+        self.tells = bench.put(np.zeros(2, np.uint32))
+
+    def run(self, give: step_parts.GivePart | None, fetch: step_parts.FetchPart | None) -> tuple[Array, Array]:
+        stream, rows = self.bench.stream, self.x.shape[0]
+        step.gemv(stream, self.x, [step.Segment(self.weight, self.q)], part=give)
+        step.per_head(stream, self.q.view((rows, self.HEADS, self.COLUMNS)), self.heads_weight, self.latent, part=fetch)
+        return self.q, self.latent
+
+    def launch_parts(self, args: step_give_args, rows: int) -> None:
+        for array in (self.q, self.latent):
+            self.bench.stream.fill(array.address, 0xFF, array.nbytes)
+        planes = FetchPlanes(self.bench.poison(DType.U8, (1, 1, 16)), 0, 16, 16, 16)
+        fetch = step_parts.FetchPart(fetch_list_args(self.none, self.bench.put(i32([0, 1])), range(1), planes, self.k, 3), 3, 1, self.tells)
+        got = self.run(step_parts.GivePart(args, rows, self.tells), fetch)
+        for name, array, want in zip(("products", "of heads"), got, self.want, strict=True):
+            compare(name, self.bench.read(array), want)
+        compare("tells", self.bench.read(self.tells)[:1], np.zeros(1, np.uint32))
+
+
 @contextmanager
-def open_tier(bench: Bench, **sizes: Any) -> Iterator[StepTierCheck]:
-    check = StepTierCheck(bench, **sizes)
+def open_tier(bench: Bench, kind: type[StepTierCheck], **sizes: int) -> Iterator[StepTierCheck]:
+    check = kind(bench, **sizes)
     try:
         yield check
     finally:
@@ -225,7 +267,7 @@ def open_tier(bench: Bench, **sizes: Any) -> Iterator[StepTierCheck]:
 def run_rules(device: Device) -> Comparison:
     """The rounds of cases_hotcache.run_rules, by the other path."""
     sizes = {"sessions": 2, "groups": 2, "positions": 128, "slots": 6, "ring_rows": 8, "k": 8, "rows_max": 4, "tag": TAG_LAST - 2}
-    with Bench(device) as bench, open_tier(bench, **sizes) as check:
+    with Bench(device) as bench, open_tier(bench, StepTierCheck, **sizes) as check:
         check.plan_round(1, {0: [[0, 5, 100]]})
         check.finish([0])
         check.set_state(0, full=False, boundary=96)
@@ -242,10 +284,10 @@ def run_rules(device: Device) -> Comparison:
         return result
 
 
-def run_wide(k: int, rows: int, slots: int, device: Device) -> Comparison:
+def run_wide(k: int, rows: int, slots: int, device: Device, kind: type[StepTierCheck] = StepTierCheck) -> Comparison:
     """Selections beyond many work-items and a tile of slots: all missed, all found, then half of them moved on."""
     sizes = {"sessions": 1, "groups": 1, "positions": 8 * k + 8, "slots": slots, "ring_rows": 64, "k": k, "rows_max": rows, "tag": 1}
-    with Bench(device) as bench, open_tier(bench, **sizes) as check:
+    with Bench(device) as bench, open_tier(bench, kind, **sizes) as check:
         check.set_state(0, full=False, boundary=8 * k)
         for shift in (0, 0, k // 2):
             selected = [[3 * i + shift + r for i in range(k - r)] for r in range(rows)]
@@ -254,8 +296,20 @@ def run_wide(k: int, rows: int, slots: int, device: Device) -> Comparison:
         return result
 
 
-def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device: Device) -> Comparison:
-    """Part FETCH: the lists of all rounds, dealt over few blocks; planes 1 and 2 of host rows into hot slots and staging rows; all bytes compared."""
+def add_wide(bench: Bench, part: step_parts.FetchPart | None) -> Array:
+    """y = residual + x @ w^T, two rows of 2,112 values and 200 columns."""
+    x, residual = bench.put(draw(1, (2, 2112)), DType.BF16), bench.put(draw(2, (2, 200)), DType.BF16)
+    weight, _ = put_matrix(bench, draw(3, (200, 2112)), WeightFormat.Q8G64)
+    y = bench.poison(DType.BF16, residual.shape)
+    step.gemv(bench.stream, x, [step.Segment(weight, y, step.Epilogue.RESIDUAL)], residual=residual, halves=put_halves(bench, *y.shape), part=part)
+    return y
+
+
+def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device: Device, added: bool = False) -> Comparison:
+    """Part FETCH: the lists of all rounds, dealt over few blocks; planes 1 and 2 of host rows into hot slots and staging rows; all bytes compared.
+
+    added: beside a wide product in halves of k, which is the same without the part.
+    """
     k, layers, source_rows = 12, 3, 50
     rng, starts = np.random.default_rng(row_bytes + blocks), i32([2 * i for i in range(len(counts) + 1)])
     history = rng.integers(0, 255, (source_rows, layers, row_bytes)).astype(np.uint8)
@@ -274,9 +328,13 @@ def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device:
         fetch = FetchList(bench.put(sources), bench.put(targets), bench.put(np.zeros(1, np.int32)), bench.put(i32(counts)))
         plane_bytes = want[0, 0].nbytes
         planes = FetchPlanes(staging, 1, plane_bytes, plane_bytes, row_bytes)
-        part = step.FetchPart(fetch_list_args(fetch, bench.put(starts), range(1, layers), planes, k, blocks), blocks, len(counts))
-        segment = step.Segment(Matrix.plain(bench.put(np.ones((4, 64), np.float32))), bench.poison(DType.F32, (1, 4)))
-        step.gemv(bench.stream, bench.put(np.ones((1, 64), np.float32)), [segment], part=part)
+        part = step_parts.FetchPart(fetch_list_args(fetch, bench.put(starts), range(1, layers), planes, k, blocks), blocks, len(counts))
+        if added:
+            sums = [bench.read(add_wide(bench, beside)) for beside in (None, part)]
+            compare("sums", sums[1], sums[0])
+        else:
+            x, weight, y = product_beside(bench)
+            step.gemv(bench.stream, x, [step.Segment(weight, y)], part=part)
         compare("plane 0", bench.read(hot)[0], np.full_like(want[0, 0], 0xFF))
         return worst_of(compare("hot", bench.read(hot)[1:], want[0]), compare("staging", bench.read(staging), want[1]))
 
@@ -299,9 +357,13 @@ CASES = [
         _case(f"fetch-part-{size}-b{blocks}", partial(run_fetch_part, size, (5, 0, 24, 1, 3), blocks))
         for size, blocks in ((656, 3), (1152, 1), (16, 4))
     ),
+    _case("fetch-part-656-added", partial(run_fetch_part, 656, (5, 0, 24, 1, 3), 16, added=True)),
+    _case("fetch-part-656-added-one-list", partial(run_fetch_part, 656, (24,), 16, added=True)),
     _case("give-rules", run_rules),
     _case("give-wide-k300", partial(run_wide, 300, 3, 2000)),
     _case("give-wide-k1025-overflow", partial(run_wide, 1025, 2, 1030)),
     _case("give-wide-k2048-one-row", partial(run_wide, 2048, 1, 3000)),
     _case("give-wide-k1025-one-row-overflow", partial(run_wide, 1025, 1, 700)),
+    _case("give-stored-one-row", partial(run_wide, 2048, 1, 3000, kind=StoredTierCheck)),
+    _case("give-stored-rows", partial(run_wide, 300, 3, 2000, kind=StoredTierCheck)),
 ]

@@ -19,15 +19,15 @@ from glm53.kv.host import HostTier
 from glm53.kv.host_passes import gather_misses
 from glm53.kv.resident import ResidentTier
 from glm53.ops import rows, step_select
-from glm53.ops.step import FetchPart, GivePart, PlacePart
+from glm53.ops.step_parts import FetchPart, GivePart, PlacePart
 from glm53.ops.step_select import ARRIVAL_WORDS, ExtentPlace, HotPlace
 from glm53.ops.step_state import RowPlace
 from glm53.spec import DType, Offsets
 
 Runs = Sequence[tuple[int, int]]  # (session, query rows) in the order of the rows
-# Extra blocks that fetch, 24 KiB in flight each. Beside absorption there is room for many; o leaves room for 12 on an H200: any more would wait
-# for blocks of products to end, or make those wait.
-LEADER_BLOCKS, FOLLOWER_BLOCKS = 32, 12
+# Extra blocks that fetch, 24 KiB in flight each; those that a short list leaves without rows end at once. Beside absorption there is room for many; o
+# leaves room for 12 on an H200: many more would wait for blocks of products to end, or make those wait.
+LEADER_BLOCKS, FOLLOWER_BLOCKS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class TierStep(Protocol):
     """One tier's side of a step. `row_count` is the number of query rows that a step is recorded for."""
 
     row_place: RowPlace
+    looks_up: bool  # `plan` is a GivePart
     gathers_on_host: bool  # kernels cannot read host memory: `gather` brings the misses, and no step can be recorded
 
     @property
@@ -104,6 +105,7 @@ class ResidentStep:
     """Rows go to extents in device memory and are read there."""
 
     states: Array | None = None
+    looks_up = False
     gathers_on_host = False
 
     def __init__(self, tier: ResidentTier, step_rows: StepRows):
@@ -143,13 +145,17 @@ class ResidentStep:
 class HostStep:
     """Rows go to hot buffers; selected rows are looked up there, misses come from host memory."""
 
+    looks_up = True
+
     def __init__(self, tier: HostTier, step_rows: StepRows):
         self.tier, self.rows = tier, step_rows
         self.states = tier.states
         self.row_place = RowPlace(tier.shape, states=tier.states, ring_rows=tier.config.ring_rows)
         self.gathers_on_host = tier.config.fetch == "copy"
         rounds_max = step_rows.round_sessions.shape[0]
-        self.arrivals = Array.from_numpy(tier.device, np.zeros((rounds_max, ARRIVAL_WORDS), np.uint32), category="workspace")
+        counts = Array.from_numpy(tier.device, np.zeros((rounds_max + 1, ARRIVAL_WORDS), np.uint32), category="workspace")
+        self.counts = counts  # what blocks of a launch count in
+        self._arrivals, self._stored = counts.slice(0, rounds_max), counts.slice(rounds_max, rounds_max + 1).view((ARRIVAL_WORDS,))
         self._first_rows = list(range(rounds_max))  # first query row of each round; as `begin` has it, else one row a round
 
     def _group(self, layer: int) -> int:
@@ -174,9 +180,9 @@ class HostStep:
             plan,
             tier.fetch_list,
             tier.shape.place(self._group(layer)),
-            self.arrivals,
+            self._arrivals,
         )
-        return GivePart(args, row_count)
+        return GivePart(args, row_count, self._stored)
 
     def fetch(self, layer: int, row_count: int) -> FetchPart | None:
         """The leader's misses beside its absorption, those of each follower beside the o of the layer before."""
@@ -192,9 +198,10 @@ class HostStep:
             tier.layout.row_bytes,
         )
         starts = self.rows.round_starts.slice(0, rounds + 1)
-        blocks = LEADER_BLOCKS if layer == layers[0] else FOLLOWER_BLOCKS
+        leads = layer == layers[0]
+        blocks = LEADER_BLOCKS if leads else FOLLOWER_BLOCKS
         args = rows.fetch_list_args(tier.fetch_list, starts, range(layer, layer + 1), places, tier.config.topk, blocks)
-        return FetchPart(args, blocks, rounds)
+        return FetchPart(args, blocks, rounds, self._stored if leads else None)
 
     def gather(self, layer: int, row_count: int) -> None:
         rounds = self.rows.rounds(row_count)
@@ -225,7 +232,7 @@ class HostStep:
             self.tier.written(self.tier.sessions[slot], count)
 
     def abandon(self, rows: Mapping[int, int]) -> None:
-        self.tier.stream.fill(self.arrivals.address, 0, self.arrivals.nbytes)  # a launch may have failed half way
+        self.tier.stream.fill(self.counts.address, 0, self.counts.nbytes)  # a launch may have failed half way
         for slot, count in rows.items():
             self.tier.drop(slot, count)
 

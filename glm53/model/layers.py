@@ -16,11 +16,12 @@ from glm53.kv import KeyStore, StepRows, TierStep
 from glm53.model.forward import INDEX_NORM_EPS, Walk, Workspace, inverse_frequencies, key_plane, layer_shapes
 from glm53.model.pair import PairSide
 from glm53.model.weights import DenseWeights, LayerWeights, MoeWeights
-from glm53.ops import merge, step, step_attention, step_experts, step_select
+from glm53.ops import merge, step, step_attention, step_experts, step_parts, step_select
 from glm53.ops.exchange import Lists, Products, Rows, Sums
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
-from glm53.ops.step import Epilogue, FetchPart, Rope, RouterPart, RowsPart, Segment, SumMail
+from glm53.ops.step import Epilogue, Rope, Segment, SumMail
+from glm53.ops.step_parts import FetchPart, RouterPart, RowsPart
 from glm53.spec import DType, ModelSpec, RowFormat
 
 
@@ -179,7 +180,7 @@ class LayerSteps:
         if shard.index == 1:
             self._from_qr(layer, segments, part, row_count)
 
-    def _from_qr(self, layer: LayerWeights, segments: list[Segment], part: step.Part | None, row_count: int) -> None:
+    def _from_qr(self, layer: LayerWeights, segments: list[Segment], part: step_parts.Part | None, row_count: int) -> None:
         """Products of the normed q_a output, rotated."""
         step.gemv(
             self.stream,
@@ -216,6 +217,7 @@ class LayerSteps:
             key_plane=key_plane(spec, index) if indexer is not None else 0,
             key_share=self.keys.shard,
             mail=None if self.pair is None else self.pair.mail(index + turn, self.counter),
+            give_follows=indexer is not None and self.tier.looks_up,
         )
 
     def _fetch_ahead(self, index: int, row_count: int) -> FetchPart | None:

@@ -15,7 +15,7 @@ from glm53.hip import Array, Link, Stream
 from glm53.ops.exchange import Exchange, Lists, Parts, Products, Request, Rows, Sums
 from glm53.ops.merge import select_words
 from glm53.ops.merge import words as list_words
-from glm53.ops.step import RowMail
+from glm53.ops.step_parts import RowMail
 from glm53.spec import ModelSpec, Shard
 
 SIDES = (Shard(0, 2), Shard(1, 2))

@@ -119,3 +119,8 @@ def require_index(d: Dims, name: str, index: int, per_step: int) -> None:
     """Number of an exchange: from 1, of `per_step` in each step; per_step 1: the counter counts exchanges, of which a step may have any number."""
     fits = 1 <= index < U32_LIMIT and 1 <= per_step < U32_LIMIT and (per_step == 1 or index <= per_step)
     d.require(fits, f"{name} is {index}, expected 1 to per_step={per_step}")
+
+
+def on_sm(stream: Stream) -> bool:
+    """Whether kernels have the shapes of sm_90, where blocks with more work keep rings of weights full."""
+    return stream.device.arch.startswith("sm_")

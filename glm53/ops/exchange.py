@@ -21,7 +21,8 @@ from glm53.ops import halves, merge
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, require_index
 from glm53.ops.merge import Lists
 from glm53.ops.pair_args import exchange_args, exchange_parts_args
-from glm53.ops.step import Patience, RowMail, SumMail
+from glm53.ops.step import SumMail
+from glm53.ops.step_parts import Patience, RowMail
 from glm53.spec import DType
 
 POLLS = 10_000_000  # of one wait: about ten seconds of a device, where a poll is an access to uncached memory and a sleep of 0.1 us

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 from glm53.hip import Array, Stream
 from glm53.ops import crowd
-from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch, require_index
+from glm53.ops.contract import Cost, Dims, ceil_div, launch, on_sm, require_index
 from glm53.ops.halves import Halves, first_half, half_of
-from glm53.ops.history import ExtentLayout
-from glm53.ops.history_args import fetch_args
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.pair_args import exchange_lists_args, sum_mail_args
-from glm53.ops.rows import format_variant, row_size, space_offsets
-from glm53.ops.step_args import step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
-from glm53.spec import WHOLE, DType, Offsets, RowFormat, Shard, WeightFormat
+from glm53.ops.step_args import step_gemv_args
+from glm53.ops.step_parts import PART_ROUTER, FetchPart, GivePart, Part, Patience, RouterPart, bind_part, require_rope
+from glm53.spec import DType, WeightFormat
 
 SEGMENTS_MAX = 4
 _T = (DType.F32, DType.BF16)
@@ -31,11 +29,7 @@ LONG_K = 1024  # long_k of the LAUNCH lines in step.hip: products of this k on a
 _MANY = "_many"  # kernels whose blocks take more rows of x
 ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
 _RESIDENT = 3  # blocks of a kernel for one row that share a multiprocessor on sm_90
-_STRANDS = 16  # blocks that wait at once on the cpu runtime: resident_blocks of its spin.h
 _VALUES_MAX = 1 << 32  # of a weight: kernels count them in 32 bits
-GIVE_ENTRIES = 256  # of a row, that a block of GIVE looks up
-_PART_ROWS, _PART_GIVE, _PART_FETCH, _PART_ROUTER, _PART_PLACE = 1, 2, 3, 4, 5
-_ROW_FORMATS = {RowFormat.F32: WeightFormat.F32, RowFormat.BF16: WeightFormat.BF16, RowFormat.Q8G64: WeightFormat.Q8G64}
 
 
 class Epilogue(enum.IntEnum):
@@ -68,36 +62,6 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Polls of one wait. `shared`: the blocks of a kernel take turns, as on the cpu runtime, and divide them."""
-
-    polls: int
-    shared: bool = False
-
-    def of(self, blocks: int) -> int:
-        return max(1, self.polls // min(blocks, _STRANDS)) if self.shared else self.polls
-
-
-@dataclass(frozen=True)
-class RowMail:
-    """Packed rows between the devices of a pair: words that part ROWS posts (the owner) or takes (`receive`, the peer). `ops.exchange.Exchange.mail`.
-
-    box: address of [words_max] u64, for query row r from r * row_bytes / 4 on: the peer's uncached memory, or without in-kernel exchange the
-    side's own; number of the mail: 2 * (counter * per_step + index) + 1, counter [1] u32 on the device of the part; error [1] u32: number of mail
-    that did not come in time, or 0.
-    """
-
-    box: int
-    words_max: int
-    receive: bool
-    counter: Array
-    per_step: int
-    index: int
-    error: Array
-    patience: Patience
-
-
-@dataclass(frozen=True)
 class SumMail:
     """How the kernel of a product, of which each device of a pair has half of k, adds the other device's sums. `ops.exchange.Products`.
 
@@ -122,84 +86,6 @@ class SumMail:
         require_index(d, "mail.index", self.index, self.per_step)
         args.outbox, args.inbox, args.counter, args.error = self.outbox, self.inbox, self.counter.address, self.error.address
         args.capacity, args.per_step, args.index, args.budget = self.words_max, self.per_step, self.index, self.patience.of(blocks)
-
-
-@dataclass(frozen=True)
-class RowsPart:
-    """Finishes the new history rows, and the new index keys where `key` is given; one block a query row.
-
-    row [rows, latent + rope] T: what kv_a gave. Its first `latent` columns get the RMS norm (row_norm [latent] T, row_eps), the others RoPE; the row
-    is stored at refs [rows] u64 (0: skipped) as ops.rows.store_rows does; error [1] u32 for q8g64. key [rows, width] T: layer norm (key_norm,
-    key_bias [width] T, key_eps), RoPE on its first columns, stored as ops.history.append does with key_tables [sessions, extents] u64, sessions
-    [rows] i32, key_shape (row_bytes = width * sizeof(T)), key_plane. Same bits as those operations one by one. A negative position: no key.
-    key_share: of a pair's side, which stores the keys of positions in its own extents alone; key_tables list these one after the other.
-    mail: the owner of a pair sends the packed row, the peer receives it and has neither row nor row_norm; a reference of 0 is skipped on both.
-    """
-
-    row: Array | None
-    row_norm: Array | None
-    row_eps: float
-    refs: Array
-    offsets: Offsets
-    row_format: RowFormat
-    latent: int
-    error: Array | None = None
-    key: Array | None = None
-    key_norm: Array | None = None
-    key_bias: Array | None = None
-    key_eps: float = 0.0
-    key_tables: Array | None = None
-    sessions: Array | None = None
-    key_shape: ExtentLayout | None = None
-    key_plane: int = 0
-    key_share: Shard = WHOLE
-    mail: RowMail | None = None
-
-
-@dataclass(frozen=True)
-class GivePart:
-    """Looks the selected rows up in the hot cache and gives slots to misses; a block for each 256 entries of a query row."""
-
-    args: step_give_args
-    rows: int
-
-
-@dataclass(frozen=True)
-class PlacePart:
-    """References of the selected rows into extents; one block a query row."""
-
-    args: step_place_args
-    rows: int
-
-
-@dataclass(frozen=True)
-class FetchPart:
-    """Copies the rows of all rounds' fetch lists, the planes of `args`, by `blocks` blocks."""
-
-    args: fetch_args
-    blocks: int
-    rounds: int
-
-
-@dataclass(frozen=True)
-class RouterPart:
-    """Picks the experts as ops.experts.router does, when the logits are done: those of segment 0, STORE_F32.
-
-    Segment 0 has f32 weights; the others may have another format. bias [experts] f32, ids [rows, slots] i32, weights [rows, slots] f32,
-    arrivals [1] u32, 0 before and after.
-    """
-
-    bias: Array
-    ids: Array
-    weights: Array
-    arrivals: Array
-    n_group: int
-    topk_group: int
-    normalise: bool
-    scaling: float
-
-
-Part = RowsPart | GivePart | PlacePart | FetchPart | RouterPart
 
 
 def gemv(
@@ -259,12 +145,14 @@ def gemv(
     added = any(segment.epilogue is Epilogue.RESIDUAL for segment in segments)
     if added:
         _bind_halves(d, args, x.dtype, segments, halves, norm, part, mail)
-    _bind_part(d, args, part, x, segments)
+    if isinstance(part, RouterPart):
+        d.require(segments[0].epilogue is Epilogue.STORE_F32, f"segment 0 is {segments[0].epilogue.name}, expected STORE_F32: the router's logits")
+    bind_part(d, args, part, x, stream)
     kernel = _kernel(d, stream, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
     if added and x.dtype is DType.BF16 and mail is None and on_sm(stream) and crowd.fits(args):
         kernel = crowd.KERNEL
     at_once = blocks_at_once(stream) if "_one_" in kernel and not args.partial else 0
-    blocks = args.part_blocks + _product_blocks(args, stream, kernel, len(segments), at_once)
+    blocks = _product_blocks(args, stream, kernel, len(segments), at_once) + args.part_blocks
     if mail is not None:
         mail.bind(d, args.mail, d["rows"] * d["n0"], blocks)
         args.waiting_blocks = blocks
@@ -292,7 +180,7 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     args.wide = int(k >= LONG_K)
     _bind_matrix(d, args, 0, weight)
     args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
-    _bind_part(d, args, part, x, ())
+    bind_part(d, args, part, x, stream)
     kernel = _kernel(d, stream, x, [weight], router=False, halves=False)
     launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, stream, kernel, 1), 1, 1), args)
 
@@ -327,11 +215,6 @@ def _kernel(d: Dims, stream: Stream, x: Array, weights: Sequence[Matrix], router
         return kernel
     turns = [ceil_div(x.shape[0], stream.device.kernel(name).constants["rows"]) for name in (kernel, many)]
     return many if turns[1] < turns[0] else kernel
-
-
-def on_sm(stream: Stream) -> bool:
-    """Whether kernels have the shapes of sm_90, where blocks with more work keep rings of weights full."""
-    return stream.device.arch.startswith("sm_")
 
 
 def kernel_for(kind: str, dtype: DType, format: WeightFormat, rows: int) -> str:
@@ -371,18 +254,13 @@ def _bind_segment(d: Dims, args: step_gemv_args, index: int, segment: Segment, x
         even = not (rope.head_stride % 2 or rope.offset % 2 or rope.dim % 2)
         d.require(even and 0 <= rope.offset <= rope.head_stride - rope.dim, f"{rope}: expected even numbers, columns within the head")
         d.require(d[n] % rope.head_stride == 0, f"y {index} dim 1 is {d[n]}, expected a multiple of head_stride={rope.head_stride}")
-        _require_rope(d, args, rope.dim, f"segment {index}")
+        require_rope(d, args, rope.dim, f"segment {index}")
         args.head_stride[index], args.rope_offset[index] = rope.head_stride, rope.offset
     if epilogue is Epilogue.RESIDUAL:
         if residual is None:
             d.fail(f"segment {index} is RESIDUAL and residual is None, expected an array [rows, n]")
         d.match("residual", residual, "rows", n, dtype=x.dtype)
         args.residual = residual.address
-
-
-def _require_rope(d: Dims, args: step_gemv_args, dim: int, who: str) -> None:
-    d.require(bool(args.positions and args.inv_freq), f"{who} turns columns, expected positions and inv_freq")
-    d.require(args.rope_dim == dim, f"{who} turns {dim} columns, expected {args.rope_dim} (bound by inv_freq dim 0)")
 
 
 def _bind_wide(d: Dims, args: step_gemv_args, segments: Sequence[Segment], whole_k: int | None, norm: Array | None, mail: SumMail | None) -> None:
@@ -428,7 +306,7 @@ def _product_blocks(args: step_gemv_args, stream: Stream, kernel: str, segments:
     at_once: a launch of wide blocks gets blocks of half the columns instead (args.narrow) where no more than so many come of it.
     """
     constants = stream.device.kernel(kernel).constants
-    router = args.part == _PART_ROUTER
+    router = args.part == PART_ROUTER
     scalar = "rows" not in constants
     columns = constants["cols" if args.wide else "cols_short"]
     rows = [args.n[i] * (2 if args.epilogue[i] == Epilogue.SILU else 1) for i in range(segments)]
@@ -440,142 +318,13 @@ def _product_blocks(args: step_gemv_args, stream: Stream, kernel: str, segments:
     if not scalar and router:
         args.blocks[0] = fixed
     if kernel == crowd.KERNEL:
-        crowd.bind_blocks(args, constants["rows"])
+        crowd.bind_blocks(args, constants["rows"], stream.device.properties.compute_units)
     return (2 if args.partial else 1) * sum(args.blocks)
 
 
 def blocks_at_once(stream: Stream) -> int:
     """How many blocks of a kernel for one row the device runs at once, where these kernels can have narrow blocks, else 0."""
     return _RESIDENT * stream.device.properties.compute_units if on_sm(stream) else 0
-
-
-def _bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, segments: Sequence[Segment]) -> None:
-    if isinstance(part, RowsPart):
-        args.part, args.part_blocks = _PART_ROWS, d["rows"]
-        _bind_rows(d, args, part, x.dtype)
-    elif isinstance(part, GivePart):
-        d.require(part.rows == part.args.rows >= 1, f"GivePart has {part.rows} rows, its args {part.args.rows}, expected the same and at least 1")
-        args.part, args.part_blocks, args.part_give = _PART_GIVE, part.rows * ceil_div(part.args.k, GIVE_ENTRIES), part.args
-    elif isinstance(part, PlacePart):
-        d.require(part.rows == part.args.rows >= 1, f"PlacePart has {part.rows} rows, its args {part.args.rows}, expected the same and at least 1")
-        args.part, args.part_blocks, args.part_place = _PART_PLACE, part.rows, part.args
-    elif isinstance(part, FetchPart):
-        d.require(part.rounds >= 1 and part.blocks >= 1, f"FetchPart has {part.rounds} rounds and {part.blocks} blocks, expected at least 1")
-        args.part, args.part_blocks, args.rounds, args.part_fetch = _PART_FETCH, part.blocks, part.rounds, part.args
-    elif isinstance(part, RouterPart):
-        args.part = _PART_ROUTER
-        _bind_router(d, args, part, segments)
-
-
-def _bind_rows(d: Dims, args: step_gemv_args, part: RowsPart, dtype: DType) -> None:
-    d.match("refs", part.refs, "rows", dtype=DType.U64)
-    p: step_rows_args = args.part_rows
-    latent = part.latent
-    if part.mail is not None and part.mail.receive:
-        d.require(part.row is None and part.row_norm is None, "row or row_norm is given with mail to receive, expected None: the row comes packed")
-        rope = args.rope_dim
-        _require_rope(d, args, rope, "RowsPart")
-    else:
-        rope = _bind_row(d, args, part, dtype)
-    format_variant("step_gemv", dtype, part.row_format)
-    p.refs = part.refs.address
-    p.offsets[:] = space_offsets("step_gemv", part.offsets)
-    p.row_eps, p.row_format, p.latent, p.rope = part.row_eps, _ROW_FORMATS[part.row_format], latent, rope
-    p.row_bytes = row_size("step_gemv", part.row_format, latent, rope)
-    _require_lds(d, "row", (latent + rope) * dtype.item_bytes)
-    if part.mail is not None:
-        _bind_mail(d, args, part.mail)
-    if part.key is not None:
-        _bind_key(d, p, part, part.key, rope, dtype)
-
-
-def _bind_row(d: Dims, args: step_gemv_args, part: RowsPart, dtype: DType) -> int:
-    """The row that is finished here; its columns that turn."""
-    if part.row is None or part.row_norm is None:
-        d.fail("row or row_norm is None, expected both: only mail to receive brings the row packed")
-    d.match("row", part.row, "rows", "row columns", dtype=dtype)
-    d.match("row_norm", part.row_norm, "latent", dtype=dtype)
-    latent, rope = part.latent, d["row columns"] - part.latent
-    d.require(d["latent"] == latent and rope >= 0, f"latent is {latent}, expected row_norm's {d['latent']}, at most the row's {d['row columns']}")
-    d.require(part.row_eps > 0, f"row_eps is {part.row_eps}, expected a positive number")
-    _require_rope(d, args, rope, "RowsPart")
-    p: step_rows_args = args.part_rows
-    quantised = part.row_format is RowFormat.Q8G64
-    if quantised and part.error is None:
-        d.fail("error is None, expected a [1] u32 array: q8g64 reports values that are not finite there")
-    if part.error is not None:
-        d.match("error", part.error, 1, dtype=DType.U32)
-        p.error = part.error.address if quantised else None
-    p.row, p.row_norm = part.row.address, part.row_norm.address
-    return rope
-
-
-def _bind_mail(d: Dims, args: step_gemv_args, mail: RowMail) -> None:
-    p: step_rows_args = args.part_rows
-    d.match("mail.counter", mail.counter, 1, dtype=DType.U32)
-    d.match("mail.error", mail.error, 1, dtype=DType.U32)
-    words = d["rows"] * p.row_bytes // 4
-    d.require(words <= mail.words_max, f"mail has room for {mail.words_max} words, expected {words} for {d['rows']} rows of {p.row_bytes} bytes")
-    d.require(0 <= mail.index < mail.per_step < U32_LIMIT, f"mail.index is {mail.index}, expected 0 to below per_step={mail.per_step}")
-    if mail.receive:
-        p.inbox, args.waiting_blocks = mail.box, d["rows"]
-    else:
-        p.outbox = mail.box
-    p.mail_counter, p.mail_error, p.mail_budget = mail.counter.address, mail.error.address, mail.patience.of(d["rows"])
-    p.mail_per_step, p.mail_index = mail.per_step, mail.index
-
-
-def _require_lds(d: Dims, name: str, row_bytes: int) -> None:
-    d.require(row_bytes <= 32768, f"a {name} is {row_bytes} bytes, expected at most 32768: it is finished in LDS")
-
-
-def _bind_key(d: Dims, p: step_rows_args, part: RowsPart, key: Array, rope: int, dtype: DType) -> None:
-    arrays = (part.key_norm, part.key_bias, part.key_tables, part.sessions)
-    norm, bias, tables, sessions = arrays
-    shape = part.key_shape
-    if norm is None or bias is None or tables is None or sessions is None or shape is None:
-        d.fail("key is given, expected key_norm, key_bias, key_tables, sessions and key_shape with it")
-    d.match("key", key, "rows", "key width", dtype=dtype)
-    d.match("key_norm", norm, "key width", dtype=dtype)
-    d.match("key_bias", bias, "key width", dtype=dtype)
-    d.match("key_tables", tables, "session slots", "key extents", dtype=DType.U64)
-    d.match("sessions", sessions, "rows", dtype=DType.I32)
-    width = d["key width"]
-    d.require(part.key_eps > 0, f"key_eps is {part.key_eps}, expected a positive number")
-    d.require(rope <= width, f"key width is {width}, expected at least the {rope} columns that turn")
-    d.require(shape.row_bytes == width * dtype.item_bytes, f"key_shape.row_bytes is {shape.row_bytes}, expected {width * dtype.item_bytes}")
-    d.require(0 <= part.key_plane < shape.planes, f"key_plane is {part.key_plane}, expected one of the {shape.planes} planes of the extents")
-    _require_lds(d, "key", width * dtype.item_bytes)
-    p.key, p.key_norm, p.key_bias, p.key_tables, p.sessions = (a.address for a in (key, norm, bias, tables, sessions))
-    p.key_eps, p.key_width, p.key_table_stride = part.key_eps, width, d["key extents"]
-    p.key_extent_rows, p.key_plane = shape.extent_rows, part.key_plane
-    p.key_side, p.key_sides = part.key_share.index, part.key_share.count
-
-
-def _bind_router(d: Dims, args: step_gemv_args, part: RouterPart, segments: Sequence[Segment]) -> None:
-    d.require(segments[0].epilogue is Epilogue.STORE_F32, f"segment 0 is {segments[0].epilogue.name}, expected STORE_F32: the router's logits")
-    d.match("bias", part.bias, "n0", dtype=DType.F32)
-    d.match("ids", part.ids, "rows", "slots", dtype=DType.I32)
-    d.match("weights", part.weights, "rows", "slots", dtype=DType.F32)
-    d.match("arrivals", part.arrivals, 1, dtype=DType.U32)
-    experts, slots = d["n0"], d["slots"]
-    d.require(experts <= 256, f"experts is {experts}, expected at most 256")
-    d.require(part.n_group >= 1 and experts % part.n_group == 0, f"n_group is {part.n_group}, expected a divisor of experts={experts}")
-    d.require(1 <= part.topk_group <= part.n_group, f"topk_group is {part.topk_group}, expected 1 to n_group={part.n_group}")
-    most = min(experts // part.n_group * part.topk_group, 16)
-    d.require(slots <= most, f"slots is {slots}, expected at most {most}")
-    args.part_router = step_router_args(
-        bias=part.bias.address,
-        ids=part.ids.address,
-        weights=part.weights.address,
-        arrivals=part.arrivals.address,
-        experts=experts,
-        k=slots,
-        n_group=part.n_group,
-        topk_group=part.topk_group,
-        normalise=int(part.normalise),
-        scaling=part.scaling,
-    )
 
 
 def cost_gemv(x: Array, segments: Sequence[Segment], *, norm: Array | None = None, h: Array | None = None, residual: Array | None = None) -> Cost:

@@ -127,7 +127,8 @@ class step_gemv_args(Args):
     that runs in extra blocks. Grid: (part_blocks + blocks of all segments, 1, batch); the part runs at block_z 0. Epilogues: 0 y in T; 1 y in
     f32; 2 RoPE on columns [rope_offset, rope_offset + rope_dim) of each head_stride columns, y in T; 3 SiLU: weight rows j and n + j give y[j]
     = T(silu(gate)) * up; 4 y = residual + the sums of both halves of k, f32, segment 0 alone and no norm (bf16: step_halves). Parts: 0 none, 1
-    ROWS, 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks), 5 PLACE. Decision 0004 has the order of additions."""
+    ROWS (a block for each row; one more rehearses GIVE), 2 GIVE, 3 FETCH, 4 ROUTER (no extra blocks), 5 PLACE. Decision 0004 has the order of
+    additions."""
 
     _fields_ = [
         ("x", c_void_p),  # [batch, rows, k] T
@@ -147,6 +148,8 @@ class step_gemv_args(Args):
         ("part_router", step_router_args),
         ("part_place", step_place_args),
         ("mail", sum_mail_args),  # epilogue 4 with bf16 x on a side of a pair: k is one half, the other device's sums are added
+        ("tells", c_void_p),  # [2] u32, or null; bf16 x and part GIVE: its products tell by it that they are stored (hipsrc/kernels/stored.h)
+        ("awaits", c_void_p),  # `tells` of the launch before, or null; bf16 x and part FETCH: its products wait for that alone
         ("x_batch_stride", c_uint64),
         ("y_batch_stride", c_uint64),
         ("x_stride", c_uint32),  # between rows

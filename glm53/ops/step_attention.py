@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from glm53.hip import Array, Device, Stream
-from glm53.ops.contract import Cost, Dims, ceil_div, launch
+from glm53.ops.contract import Cost, Dims, ceil_div, launch, on_sm
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
-from glm53.ops.step import on_sm
 from glm53.ops.step_args import step_attend_args, step_expand_args
 from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 

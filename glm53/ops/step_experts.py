@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from glm53.hip import Array, Stream
-from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch
+from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch, on_sm
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import GROUP, Matrix
-from glm53.ops.step import SumMail, blocks_at_once, kernel_for, on_sm
+from glm53.ops.step import SumMail, blocks_at_once, kernel_for
 from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.spec import DType, WeightFormat
 

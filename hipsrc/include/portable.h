@@ -3,7 +3,8 @@
 //   EARLY_KERNEL(name, args_type, threads, blocks) { .. }   `blocks` share a multiprocessor: their part of its registers each, where the compiler
 //                                       must be told. Where launches overlap it begins before the launch before has ended: every work-item calls
 //                                       next_may_begin() and then previous_done() once, and touches before that nothing but weights, which no
-//                                       launch in flight writes. The other kernels do it on entry.
+//                                       launch in flight writes. The other kernels do it on entry. A launch must not end before the one before: the
+//                                       work-items of one of its blocks wait at least, the others where they touch what launches wrote.
 //                                       Its first a.waiting_blocks blocks may wait as in a SPIN_KERNEL, where the arguments have that field.
 //   REHEARSES                           1 where launches overlap: a block that comes early may go through its code once on made-up values, which
 //                                       brings the code from memory. It then touches neither what launches write nor what it reads after

@@ -2,8 +2,8 @@
 // staging rows), gather_plane, scatter_plane, copy_back (rows.hip).
 // What belongs to a row in an extent is one stretch of host memory, a run: a plane of it, or all planes of a selection group. 32 lanes move a piece of
 // a run together. A run is cut where its host address is a multiple of 128 bytes, so that no line of 128 bytes is asked for twice: over the link,
-// requests are what is dear, and the translation of a host address. Pieces are dealt to the blocks first, so that a short list spreads over all of
-// them. FETCH_FLIGHT loads of 16 bytes a work-item are under way before the first store.
+// requests are what is dear, and the translation of a host address. Pieces are dealt to the blocks first, of which a short list takes as many as have
+// something to do with all their lanes: the others end at once. FETCH_FLIGHT loads of 16 bytes a work-item are under way before the first store.
 #pragma once
 #include "hotcache.h"
 #include "row_format.h"
@@ -26,7 +26,7 @@ DEVICE void load_words(const words16* from, uint32_t* to) {
 }
 DEVICE void store_words(words16* to, const uint32_t* from) { *to = {{from[0], from[1], from[2], from[3]}}; }
 
-// What a block of 256 work-items moves. Each kind of runs, R, adds the ends of entry e, host(r, e) and device(r, e), and where word `place` of a run
+// What COPY_THREADS work-items move. Each kind of runs, R, adds the ends of entry e, host(r, e) and device(r, e), and where word `place` of a run
 // with these ends is read and written: from(r, host, device, place) and to(r, host, device, place).
 struct dealt_runs {
   static constexpr bool DEVICE_LATE = false;  // device(r, e) is known when the launch before is done, and `from` does not need it
@@ -70,7 +70,7 @@ template <uint32_t N, class R> DEVICE void move_pieces(const R& r, uint32_t firs
 
 // Pieces [0, total) dealt to `blocks` blocks; this one is number `block`.
 template <class R> DEVICE void move_runs(const R& r, uint32_t total, uint32_t block, uint32_t blocks) {
-  for (uint32_t first = thread_id() / FETCH_LANES * blocks + block, done; first < total; first += done * r.stride) {
+  for (uint32_t first = thread_id() % COPY_THREADS / FETCH_LANES * blocks + block, done; first < total; first += done * r.stride) {
     uint32_t rest = (total - 1u - first) / r.stride;  // further pieces of these lanes
     done = rest >= 5 ? 6 : rest >= 3 ? 4 : rest + 1;
     if (done == 6) move_pieces<6>(r, first);
@@ -127,13 +127,21 @@ DEVICE uint32_t listed(const fetch_args& a, uint32_t round) {
 // `count` entries, dealt to `blocks` blocks of 256 work-items; this one is number `block`. The caller keeps them below 2^31 words.
 DEVICE void fetch_entries(const fetch_args& a, uint32_t round, const uint32_t* ends, uint32_t count, uint32_t block, uint32_t blocks) {
   fetch_list f = {{deal_runs(a.row_bytes, a.planes, blocks)}, &a, round, ends};
-  move_runs(f, (int32_t)count > 0 ? count * f.pieces : 0u, block, blocks);
+  uint32_t total = (int32_t)count > 0 ? count * f.pieces : 0u, busy = (total + COPY_THREADS / FETCH_LANES - 1u) / (COPY_THREADS / FETCH_LANES);
+  if (busy < blocks) f.stride = busy * (COPY_THREADS / FETCH_LANES);
+  if (block < busy) move_runs(f, total, block, busy < blocks ? busy : blocks);
 }
 
-// What fetch_rows does, the lists of all rounds as one: few rows of many sessions are under way together. It waits for what earlier launches wrote, but
-// reads listed rows before that. ends: LDS [FETCH_ROUNDS].
-DEVICE void fetch_part(const fetch_args& a, uint32_t block, uint32_t blocks, uint32_t rounds, uint32_t* ends) {
-  if (rounds == 1) fetch_entries(a, 0, nullptr, listed(a, 0), block, blocks);
+// What fetch_rows does, the lists of all rounds as one: few rows of many sessions are under way together. A block that has rows waits for what earlier
+// launches wrote, but reads them before that; so does block 0 in any case, since the launch must not end before those have. TEAMS of COPY_THREADS a block.
+// ends: LDS [FETCH_ROUNDS].
+template <uint32_t TEAMS = 1> DEVICE void fetch_part(const fetch_args& a, uint32_t block, uint32_t blocks, uint32_t rounds, uint32_t* ends) {
+  uint32_t team = block * TEAMS + (TEAMS == 1 ? 0u : thread_id() / COPY_THREADS), teams = blocks * TEAMS;
+  if (rounds == 1) {
+    if (thread_id() == 0) ends[0] = listed(a, 0);
+    block_sync();
+    fetch_entries(a, 0, nullptr, ends[0], team, teams);
+  }
   for (uint32_t round = 0; rounds > 1 && round < rounds; round += FETCH_ROUNDS) {
     uint32_t at = round + thread_id(), total;
     if (thread_id() < FETCH_ROUNDS) {
@@ -141,10 +149,10 @@ DEVICE void fetch_part(const fetch_args& a, uint32_t block, uint32_t blocks, uin
       ends[thread_id()] = count + wave32_prefix(count, &total);
     }
     block_sync();
-    fetch_entries(a, round, ends, ends[FETCH_ROUNDS - 1], block, blocks);
+    fetch_entries(a, round, ends, ends[FETCH_ROUNDS - 1], team, teams);
     block_sync();
   }
-  previous_done();
+  if (block == 0) previous_done();
 }
 
 }  // namespace history_rows

@@ -1,4 +1,4 @@
-// hotcache.h - where selected rows lie, and the decisions of the hot cache: hot_plan, and parts GIVE and PLACE of step_gemv.
+// hotcache.h - where selected rows lie, and the decisions of the hot cache: hot_plan, and part GIVE of step_gemv (give.h).
 // References, spaces, hot buffer, slot tables and rules: docs/decisions/0003-host-tier.md.
 // Tables of a session and group, between two rounds: slot_of[p] == c >= 0 exactly where position_of[c] == p; no claims (values below -1).
 // Round tags only ever compare as equal, so that they may wrap: a stale tag equal to the current one costs a miss or pins a slot for a round.
@@ -61,11 +61,13 @@ DEVICE hot_buffer open_buffer(const kv_state& state, uint32_t ring_rows, uint32_
 }
 DEVICE uint64_t slot_reference(const hot_buffer& h, uint32_t slot) { return h.base + (uint64_t)(h.ring_rows + slot) * h.row_bytes; }
 
-constexpr uint32_t ORDER = 2048;  // misses whose position and entry are kept in LDS
+constexpr uint32_t ORDER = 2048;  // misses that are kept in LDS
 struct work {
   uint32_t scan[BLOCK_SCAN];
-  uint32_t order[ORDER];  // position of the miss
-  uint32_t entry[ORDER];  // its place in the row, where the round has one row
+  uint32_t order[ORDER];  // position of the miss; where the round has one row the slot that it gets
+  uint64_t entry[ORDER];  // of a round of one row, by its place in the row: of a miss first its source, then its position
+  uint16_t place[ORDER];  // likewise: of a miss
+  uint32_t evicted;       // likewise: slots given that held a row
   uint64_t arrived;       // GIVE: what has come of the round
   uint32_t round;         // of this row
   uint32_t sums;          // of the block's look-ups: GIVE: missed below, recent from bit 16 on; hot_plan: recent
@@ -99,7 +101,7 @@ template <class A> DEVICE void open_session(const A& a, uint32_t row, round_of_g
   g->hand = (uint32_t*)a.hands + index;
   g->counters = (uint64_t*)a.counters + index * 8u;
 }
-// One row whose misses fit LDS: they have no duplicates, and each knows its entry.
+// One row whose misses fit LDS, which have no duplicates: give_row.
 template <class A> DEVICE bool is_single(const A& a, const round_of_group& g) { return g.last - g.first == 1u && a.k <= ORDER; }
 
 // A work-item has ITEMS consecutive entries of a row at a time. What comes up for all of them is unrolled, so that its loads are under way together;
@@ -189,7 +191,6 @@ template <uint32_t ITEMS, class A> DEVICE looked_up recall(const A& a, uint32_t 
   e.held &= e.missed;
   return e;
 }
-
 // v[i] of values in registers.
 template <uint32_t ITEMS, class T> DEVICE T pick(const T* v, uint32_t i) {
   T picked = v[0];
@@ -204,9 +205,12 @@ struct slot_seen {
   int32_t held;
 };
 // at: from the hand on.
-template <class A> DEVICE slot_seen load_slot(const A& a, const round_of_group& g, uint32_t hand, uint32_t at) {
+template <class A> DEVICE uint32_t slot_at(const A& a, uint32_t hand, uint32_t at) {
   uint32_t c = hand + (at < a.slots ? at : 0u);
-  c = c >= a.slots ? c - a.slots : c;
+  return c >= a.slots ? c - a.slots : c;
+}
+template <class A> DEVICE slot_seen load_slot(const A& a, const round_of_group& g, uint32_t hand, uint32_t at) {
+  uint32_t c = slot_at(a, hand, at);
   return {c, at < a.slots ? g.s.used[c] : g.h.tag, g.s.position_of[c]};
 }
 
@@ -216,13 +220,13 @@ struct tally {
 };
 
 // Numbers the misses of a tile in order of their place, after those counted so far. A claim of an earlier row makes a duplicate; new misses are
-// claimed, unless no row follows, and enter the fetch list. The plan gets the numbers, but where a miss knows its entry. entry: as look_up_entries has
-// it, where a work-item has few; of many it is read again.
+// claimed, unless no row follows, and enter the fetch list. The plan gets the numbers. entry: as look_up_entries has it, where a work-item has few; of
+// many it is read again.
 template <uint32_t THREADS, uint32_t ITEMS, class A>
 DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uint32_t first, const int32_t* position, const uint64_t* entry,
                           const looked_up& e, tally* n, work* w) {
   uint64_t* plan = (uint64_t*)a.plan + row * a.k;
-  bool single = is_single(a, g), claims = g.last - g.first > 1u;
+  bool claims = g.last - g.first > 1u;
   uint32_t claimed = 0;
   if (claims && e.missed) {
     int32_t slot[ITEMS];
@@ -251,11 +255,8 @@ DEVICE void number_misses(const A& a, const round_of_group& g, uint32_t row, uin
     if (claims) g.s.slot_of[p] = claim_of(m);
     ((int32_t*)a.fetch_positions)[g.list + m] = (int32_t)p;
     ((uint64_t*)a.fetch_sources)[g.list + m] = (ITEMS <= 2 ? pick<ITEMS>(entry, i) : plan[at]) & ENTRY;
-    if (m < ORDER) {
-      w->order[m] = p;
-      w->entry[m] = at;
-    }
-    if (!single) plan[at] = (uint64_t)m << 4 | MISSED;
+    if (m < ORDER) w->order[m] = p;
+    plan[at] = (uint64_t)m << 4 | MISSED;
     m++;
   }
 }
@@ -270,16 +271,14 @@ template <class A> DEVICE void give_slot(const A& a, const round_of_group& g, ui
   g.s.used[c] = g.h.tag;
   g.s.filled[c] = g.h.tag;
   ((uint64_t*)a.fetch_targets)[g.list + m] = target;
-  if (is_single(a, g)) ((uint64_t*)a.plan)[g.list + w->entry[m]] = target;
 }
 
-// Gives the misses in order the slots that this round does not use, in circular order from the hand; `v` is the work-item's first one. The hand stops
-// behind the last slot given. Returns how many misses got one; at most one turn, so that a slot given is not considered again.
-template <uint32_t THREADS, class A>
-DEVICE uint32_t give_slots(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, slot_seen v, work* w) {
+// Gives the misses in order the slots that this round does not use, in circular order from the hand. The hand stops behind the last slot given. Returns
+// how many misses got one; at most one turn, so that a slot given is not considered again.
+template <uint32_t THREADS, class A> DEVICE uint32_t give_slots(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, work* w) {
   static_assert(THREADS < 1u << 15, "the scan of a tile of slots counts in 16 bits");
   uint32_t given = 0;
-  slot_seen next = load_slot(a, g, hand, THREADS + thread_id());
+  slot_seen v = load_slot(a, g, hand, thread_id()), next = load_slot(a, g, hand, THREADS + thread_id());
   for (uint32_t tile = 0; tile < a.slots && given < misses; tile += THREADS) {
     slot_seen after = load_slot(a, g, hand, tile + 2 * THREADS + thread_id());  // a tile takes less time than its slots from memory
     uint32_t open = v.used == g.h.tag ? 0u : v.held >= 0 ? 0x10001u : 1u;  // unpinned below, of them holding a row above
@@ -303,15 +302,11 @@ template <uint32_t THREADS, uint32_t ITEMS, class A>
 DEVICE void complete(const A& a, const round_of_group& g, uint32_t misses, uint32_t given, const work* w) {
   const int32_t* positions = (const int32_t*)a.fetch_positions + g.list;
   uint64_t *targets = (uint64_t*)a.fetch_targets + g.list, *plan = (uint64_t*)a.plan + g.list;
-  bool single = is_single(a, g);
   ROLLED
   for (uint32_t m = given + thread_id(); m < misses; m += THREADS) {
-    uint64_t target = (uint64_t)(g.list + m) * a.row_bytes | STAGING;
     g.s.slot_of[m < ORDER ? (int32_t)w->order[m] : positions[m]] = NOWHERE;
-    targets[m] = target;
-    if (single) plan[w->entry[m]] = target;
+    targets[m] = (uint64_t)(g.list + m) * a.row_bytes | STAGING;
   }
-  if (single) return;
   block_sync();  // targets
   uint32_t entries = (g.last - g.first) * a.k;
   ROLLED
@@ -331,10 +326,22 @@ DEVICE void complete(const A& a, const round_of_group& g, uint32_t misses, uint3
   }
 }
 
-// Misses get slots, the plan their targets. Returns the number of slots given.
+// fetch_counts while a round's misses are not listed: fetch_rows may begin, and reads the listed rows before their targets are known.
+constexpr uint32_t UNLISTED = ~0u;
+
+// The sources of a round's list are complete.
+DEVICE void list_ends(uint32_t* fetch_count, uint32_t misses) {
+  if (thread_id() != 0) return;
+  fence_device();
+  *fetch_count = misses;
+}
+
+// The misses are numbered: the list ends, they get slots, the plan their targets. Returns the number of slots given.
 template <uint32_t THREADS, uint32_t ITEMS, class A>
-DEVICE uint32_t give_round(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, slot_seen v, work* w) {
-  uint32_t given = give_slots<THREADS>(a, g, misses, hand, v, w);
+DEVICE uint32_t give_round(const A& a, const round_of_group& g, uint32_t misses, uint32_t hand, uint32_t* fetch_count, work* w) {
+  list_ends(fetch_count, misses);
+  if (misses == 0) return 0;
+  uint32_t given = give_slots<THREADS>(a, g, misses, hand, w);
   complete<THREADS, ITEMS>(a, g, misses, given, w);
   return given;
 }
@@ -350,14 +357,80 @@ DEVICE void add_counts(const round_of_group& g, uint32_t rows_selected, uint32_t
   global_add(g.counters + 5, (uint64_t)(n.misses - given));
 }
 
-// fetch_counts while a round's misses are not listed: fetch_rows may begin, and reads the listed rows before their targets are known.
-constexpr uint32_t UNLISTED = ~0u;
-
-// The sources of a round's list are complete.
-DEVICE void list_ends(uint32_t* fetch_count, uint32_t misses) {
-  if (thread_id() != 0) return;
-  fence_device();
-  *fetch_count = misses;
+// What number_misses and give_round do, in a round of one row whose entries are looked up, ITEMS a work-item: one scan counts misses and slots, so that
+// neither waits for the other. Returns the number of slots given.
+template <uint32_t THREADS, uint32_t ITEMS, class A>
+DEVICE uint32_t give_row(const A& a, const round_of_group& g, uint32_t hand, uint32_t count, uint32_t* fetch_count, uint32_t* missed, work* w) {
+  constexpr uint32_t SLOTS = 2, TILE = THREADS * SLOTS;
+  static_assert(THREADS * ITEMS < 1u << 16 && THREADS * ITEMS >= ORDER, "a row is one tile, and the scan counts in 16 bits");
+  uint64_t* plan = (uint64_t*)a.plan + g.list;
+  uint32_t first = thread_id() * ITEMS, misses = 0, given = 0, evicted = 0, fresh = 0;
+  int32_t position[ITEMS];
+  uint64_t entry[ITEMS];
+  slot_seen v[SLOTS];
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) entry[i] = plan[first + i < a.k ? first + i : 0u];
+  UNROLL
+  for (uint32_t i = 0; i < SLOTS; i++) v[i] = load_slot(a, g, hand, thread_id() * SLOTS + i);
+  UNROLL
+  for (uint32_t i = 0; i < ITEMS; i++) {
+    if (first + i < count && ((uint32_t)entry[i] & MISSED)) {
+      w->entry[first + i] = entry[i];
+      fresh |= 1u << i;
+    }
+  }
+  load_selected<ITEMS>(a, g.first, first, position);
+  for (uint32_t tile = 0; tile == 0 || (tile < a.slots && given < misses); tile += TILE) {
+    uint32_t open = 0, total;
+    UNROLL
+    for (uint32_t i = 0; i < SLOTS; i++) open |= v[i].used != g.h.tag ? 1u << i : 0u;
+    uint32_t before = block_scan<THREADS>(bit_count(fresh) | bit_count(open) << 16, w->scan, &total), m = before & 0xffffu, rank = given + (before >> 16);
+    if (tile == 0) misses = total & 0xffffu;
+    ROLLED
+    for (; fresh; fresh &= fresh - 1u, m++) {
+      uint32_t i = lowest_bit(fresh), p = (uint32_t)pick<ITEMS>(position, i);
+      uint64_t source = w->entry[first + i];
+      if ((uint32_t)source & HELD) drop(g.s, (uint32_t)g.s.slot_of[p]);
+      ((int32_t*)a.fetch_positions)[g.list + m] = (int32_t)p;
+      ((uint64_t*)a.fetch_sources)[g.list + m] = source & ENTRY;
+      w->entry[first + i] = p;
+      w->place[m] = (uint16_t)(first + i);
+    }
+    UNROLL
+    for (uint32_t i = 0; i < SLOTS; i++) {
+      if ((open >> i & 1u) && rank < misses) {
+        if (v[i].held >= 0) {
+          g.s.slot_of[v[i].held] = NOWHERE;
+          evicted++;
+        }
+        w->order[rank++] = v[i].slot;
+      }
+      v[i] = load_slot(a, g, hand, tile + TILE + thread_id() * SLOTS + i);
+    }
+    given = given + (total >> 16) < misses ? given + (total >> 16) : misses;
+    block_sync();
+    if (tile == 0) list_ends(fetch_count, misses);
+  }
+  *missed = misses;
+  if (misses == 0) return 0;
+  if (evicted) lds_add(&w->evicted, evicted);
+  if (thread_id() == 0 && given) *g.hand = w->order[given - 1u] + 1u == a.slots ? 0u : w->order[given - 1u] + 1u;
+  ROLLED
+  for (uint32_t m = thread_id(); m < misses; m += THREADS) {
+    uint32_t place = w->place[m], p = (uint32_t)w->entry[place], c = w->order[m];
+    uint64_t target = m < given ? slot_reference(g.h, c) : (uint64_t)(g.list + m) * a.row_bytes | STAGING;
+    g.s.slot_of[p] = m < given ? (int32_t)c : NOWHERE;
+    if (m < given) {
+      g.s.position_of[c] = (int32_t)p;
+      g.s.used[c] = g.h.tag;
+      g.s.filled[c] = g.h.tag;
+    }
+    ((uint64_t*)a.fetch_targets)[g.list + m] = target;
+    plan[place] = target;
+  }
+  block_sync();
+  if (thread_id() == 0 && w->evicted) global_add(g.counters + 4, (uint64_t)w->evicted);
+  return given;
 }
 
 // One round, by a block of THREADS work-items with ITEMS entries each at a time. Rows are numbered one after the other, so that each sees the claims
@@ -382,8 +455,9 @@ template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(cons
   load_selected<ITEMS>(a, g.first, at, position);
   open_session(a, g.first, &g);
   uint32_t hand = *g.hand;
-  if (thread_id() == 0) w->sums = 0;
+  if (thread_id() == 0) w->sums = w->evicted = 0;
   block_sync();
+  bool single = is_single(a, g);
   for (uint32_t row = g.first; row < g.last; row++) {
     uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
     rows_selected += count;
@@ -391,208 +465,14 @@ template <uint32_t THREADS, uint32_t ITEMS, class A> DEVICE void plan_round(cons
       if (row != g.first || tile) load_selected<ITEMS>(a, row, tile + at, position);
       looked_up e = look_up_entries<ITEMS>(a, g, row, tile + at, count, position, entry);
       if (e.recent) lds_add(&w->sums, bit_count(e.recent));
-      number_misses<THREADS, ITEMS>(a, g, row, tile + at, position, entry, e, &n, w);
+      if (!single) number_misses<THREADS, ITEMS>(a, g, row, tile + at, position, entry, e, &n, w);
     }
     block_sync();  // claims, and pins of slots
   }
   n.recent = w->sums;
-  slot_seen v = load_slot(a, g, hand, thread_id());
-  list_ends(fetch_count, n.misses);
-  if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
+  if (single) given = give_row<THREADS, ITEMS>(a, g, hand, rows_selected, fetch_count, &n.misses, w);
+  else given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, fetch_count, w);
   add_counts(g, rows_selected, given, n);
-}
-
-// Part GIVE: a block looks GIVE_THREADS entries up; the round's last one has GIVE_ITEMS of a row at a time.
-constexpr uint32_t GIVE_THREADS = 256, GIVE_ITEMS = 8;
-static_assert(GIVE_THREADS * GIVE_ITEMS == ORDER, "a row is one tile, and its misses fit LDS");
-DEVICE uint32_t give_blocks(const step_give_args& a) { return (a.k + GIVE_THREADS - 1u) / GIVE_THREADS; }  // of a row
-
-// What a block adds to its round's word of `arrivals`, which is 0 between launches: itself, what it has missed and what it found past the boundary.
-constexpr uint32_t ARRIVAL_WORDS = 4, ARRIVAL_MISSED = 21, ARRIVAL_RECENT = 42;
-
-// The misses of rounds are not listed yet; before a block lets the next launch begin. Those of a round by the first block of its first row, without which
-// the round does not end; those without rows by the first block of all.
-DEVICE void lists_begin(const step_give_args& a, uint32_t block) {
-  int32_t row = (int32_t)(block / give_blocks(a));
-  if (block % give_blocks(a)) return;
-  for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
-    int32_t first = ((const int32_t*)a.round_starts)[round], last = ((const int32_t*)a.round_starts)[round + 1u];
-    if (first < last && first == row) ((uint32_t*)a.fetch_counts)[round] = UNLISTED;
-    if (first >= last && block == 0) ((uint32_t*)a.fetch_counts)[round] = 0;
-  }
-  fence_device();
-  block_sync();
-}
-
-// The round of a query row; false if it is in none.
-DEVICE bool find_round(const step_give_args& a, uint32_t row, round_of_group* g, work* w) {
-  if (thread_id() == 0) {
-    w->round = ~0u;
-    w->sums = 0;
-  }
-  block_sync();
-  ROLLED
-  for (uint32_t round = thread_id(); round < a.rounds; round += GIVE_THREADS) {
-    uint32_t first = (uint32_t)((const int32_t*)a.round_starts)[round], last = (uint32_t)((const int32_t*)a.round_starts)[round + 1u];
-    if (first <= row && row < last) w->round = round;
-  }
-  block_sync();
-  return w->round != ~0u && open_rows(a, w->round, g);
-}
-
-// True in the block that comes last of a round's: it sees what the others wrote, and `n` has the sums of all.
-DEVICE bool last_of_round(const step_give_args& a, const round_of_group& g, tally* n, work* w) {
-  constexpr uint32_t MASK = (1u << ARRIVAL_MISSED) - 1u;
-  uint64_t* word = (uint64_t*)((uint32_t*)a.arrivals + w->round * ARRIVAL_WORDS);
-  fence_device();
-  block_sync();
-  if (thread_id() == 0) {
-    uint64_t own = 1u | (uint64_t)(w->sums & 0xffffu) << ARRIVAL_MISSED | (uint64_t)(w->sums >> 16) << ARRIVAL_RECENT;
-    w->arrived = global_add(word, own) + own;
-  }
-  block_sync();
-  uint64_t all = w->arrived;
-  if (((uint32_t)all & MASK) != (g.last - g.first) * give_blocks(a)) return false;
-  fence_device();
-  n->misses = (uint32_t)(all >> ARRIVAL_MISSED) & MASK;
-  n->recent = (uint32_t)(all >> ARRIVAL_RECENT);
-  if (thread_id() == 0) *word = 0;
-  return true;
-}
-
-// The rest of a round, when all its entries are looked up: `n` has the misses, duplicates among them, and the recent ones.
-DEVICE void give_looked_up(const step_give_args& a, const round_of_group& g, uint32_t hand, tally n, work* w) {
-  constexpr uint32_t THREADS = GIVE_THREADS, ITEMS = GIVE_ITEMS;
-  uint32_t at = thread_id() * ITEMS, rows_selected = 0, given = 0;
-  int32_t position[ITEMS];
-  bool missed = n.misses;
-  slot_seen v = {0, 0, 0};
-  if (missed) v = load_slot(a, g, hand, thread_id());
-  n.misses = 0;
-  for (uint32_t row = g.first; row < g.last; row++) {
-    uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
-    rows_selected += count;
-    if (!missed) continue;
-    looked_up e = recall<ITEMS>(a, row, at, count, position);
-    number_misses<THREADS, ITEMS>(a, g, row, at, position, nullptr, e, &n, w);
-    block_sync();  // claims
-  }
-  list_ends((uint32_t*)a.fetch_counts + w->round, n.misses);
-  if (n.misses) given = give_round<THREADS, ITEMS>(a, g, n.misses, hand, v, w);
-  add_counts(g, rows_selected, given, n);
-}
-
-// What a row's look-ups will need is on its way to the cache: slots by position, tags by slot. `item` of `items` of the row's work-items.
-constexpr uint32_t ASKED_LINES = 4096;  // a longer table comes as it is needed: other sessions' want room in the cache too
-DEVICE void ask_tables(const step_give_args& a, const round_of_group& g, uint32_t item, uint32_t items) {
-#if defined(TILE_MMA)
-  auto ask = [&](const void* table, uint32_t words) {
-    uint32_t lines = (words + 31u) / 32u;
-    for (uint32_t i = item; i < lines && lines <= ASKED_LINES; i += items) ask_line((const uint8_t*)table + i * 128u);
-  };
-  ask(g.s.slot_of, (uint32_t)g.h.cached);
-  ask(g.s.filled, a.slots);
-  ask(g.s.used, a.slots);
-#else
-  (void)a, (void)g, (void)item, (void)items;
-#endif
-}
-
-// Arguments in LDS, and what those of a rehearsal point at, 64 bytes each in the order of the fields: a row of eight entries, of which one is found, one
-// recent and six are missed, and eight slots.
-constexpr uint32_t WORLD_ARRAYS = 18, WORLD_WORDS = 16;
-struct small_world {
-  step_give_args args[2];  // of the rehearsal, of the part
-  words16 arrays[WORLD_ARRAYS * WORLD_WORDS / 4];
-};
-struct give_work {
-  work lds;
-  small_world world;
-};
-static_assert(__builtin_offsetof(step_give_args, source_offset_bytes) == WORLD_ARRAYS * 8, "the pointers come first");
-static_assert(sizeof(step_give_args) / 4 <= GIVE_THREADS, "a word a work-item");
-
-DEVICE void make_world(const step_give_args& a, small_world* m) {
-  uint32_t *words = (uint32_t*)m->arrays, *made = (uint32_t*)&m->args[0], t = thread_id();
-  ROLLED
-  for (uint32_t i = t; i < WORLD_ARRAYS * WORLD_WORDS; i += GIVE_THREADS) {
-    uint32_t array = i / WORLD_WORDS, at = i % WORLD_WORDS, word = 0;
-    if (array == 0) word = at;                                        // selected
-    if (array == 1) word = 8;                                         // counts
-    if (array == 3 || (array == 5 && at == 4)) word = at ? 1u : 0u;   // round_starts; the round of states
-    if (array == 5 && at == 3) word = 7;                              // boundary
-    if ((array == 6 || array == 7) && at) word = ~0u;                 // slot_of, position_of
-    words[i] = word;
-  }
-  if (t < sizeof(step_give_args) / 4) {
-    ((uint32_t*)&m->args[1])[t] = ((const uint32_t*)&a)[t];
-    bool none = t == __builtin_offsetof(step_give_args, group) / 4 || t == __builtin_offsetof(step_give_args, source_stride_bytes) / 4;
-    if (t >= 2 * WORLD_ARRAYS) made[t] = none || t < __builtin_offsetof(step_give_args, k) / 4 ? 0u : 8u;  // sources are multiples of 16
-  }
-  if (t < WORLD_ARRAYS) ((uint64_t*)made)[t] = (uint64_t)(words + t * WORLD_WORDS);
-  block_sync();
-}
-
-// Part GIVE of step_gemv, for one stretch of a query row's entries and a block of 256 work-items: looks them up. The last block of the round then
-// numbers all misses, gives them slots and completes plan, fetch list and counters, as plan_round does. One block cannot have a whole row: its
-// multiprocessor would take longer for 2,048 entries at random places than the products beside it.
-// Before the launch before has ended it reads what only a step's end, or this part of the step before, writes: sessions, rounds, states and hands.
-DEVICE void give_stretch(const step_give_args& a, uint32_t block, bool live, work* w) {
-  uint32_t row = block / give_blocks(a), at = (block - row * give_blocks(a)) * GIVE_THREADS + thread_id();
-  round_of_group g;
-  open_session(a, row, &g);
-  uint32_t hand = *g.hand;
-  bool any = find_round(a, row, &g, w);
-  if (live) {
-    ask_tables(a, g, at, give_blocks(a) * GIVE_THREADS);
-    previous_done();
-  }
-  if (!any) return;
-  uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
-  int32_t position[1];
-  uint64_t entry[1];
-  load_selected<1>(a, row, at, position);
-  looked_up e = look_up_entries<1>(a, g, row, at, count, position, entry);
-  if (e.missed | e.recent) lds_add(&w->sums, e.missed | e.recent << 16);
-  tally n = {0, 0, 0};
-  if (last_of_round(a, g, &n, w)) give_looked_up(a, g, hand, n, w);
-}
-
-// `w`: LDS of the caller's. The rehearsal is of the same instructions, so that they come from memory while the launch before goes on.
-DEVICE void give_part(const step_give_args& a, uint32_t block, give_work* w) {
-  if (REHEARSES) make_world(a, &w->world);
-  ROLLED
-  for (uint32_t turn = REHEARSES ? 0u : 1u; turn < 2u; turn++) {
-    give_stretch(REHEARSES ? w->world.args[turn] : a, turn ? block : 0u, turn, &w->lds);
-    if (!turn) block_sync();
-  }
-}
-
-// Part PLACE of step_gemv, for one query row and a block of 256 work-items.
-DEVICE void place_part(const step_place_args& a, uint32_t row) {
-  constexpr uint32_t THREADS = 256, ITEMS = 8;
-  const int32_t* selected = (const int32_t*)a.selected + (uint64_t)row * a.k;
-  const uint64_t* table = (const uint64_t*)a.tables + (uint64_t)((const int32_t*)a.sessions)[row] * a.table_stride;
-  uint64_t* plan = (uint64_t*)a.plan + (uint64_t)row * a.k;
-  uint32_t count = (uint32_t)((const int32_t*)a.counts)[row];
-  for (uint32_t first = thread_id(); first < a.k; first += THREADS * ITEMS) {
-    uint32_t position[ITEMS];
-    uint64_t extent[ITEMS];
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      uint32_t at = first + i * THREADS;
-      position[i] = (uint32_t)selected[at < a.k ? at : 0u];
-      position[i] = at < count ? position[i] : 0u;
-    }
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) extent[i] = table[position[i] / a.extent_rows];
-    UNROLL
-    for (uint32_t i = 0; i < ITEMS; i++) {
-      uint32_t at = first + i * THREADS;
-      uint64_t reference = (extent[i] + (uint64_t)(position[i] % a.extent_rows) * a.row_bytes) | EXTENT;
-      if (at < a.k) plan[at] = at < count ? reference : 0u;
-    }
-  }
 }
 
 }  // namespace hotcache

@@ -11,7 +11,8 @@
 // position is computed like others, but part ROWS stores nothing of it.
 #include "portable.h"
 #include "fetch.h"
-#include "hotcache.h"
+#include "give.h"
+#include "stored.h"
 #include "mailbox.h"
 #include "share.h"
 #include "wave_rows.h"
@@ -248,7 +249,7 @@ template <class W, bool ROUTER, uint32_t MOST> DEVICE void multiply_tiles(const 
     wave_rows::Lds part = wave_rows::rings_of<W, N>((uint8_t*)lds.x);
     wave_rows::Walk<W, N> walk;
     wave_rows::begin(walk, w, part, at, row_of_w);
-    previous_done();
+    stored::x_is_there(a);
     wave_rows::product<4>(walk, w, at, part, rows, row_of_x, o);
     wave_rows::for_outputs<W, N>(w, part, rows, o, store);
     return;
@@ -257,7 +258,7 @@ template <class W, bool ROUTER, uint32_t MOST> DEVICE void multiply_tiles(const 
   wave_product::Lds part = {lds.x, lds.x_scale, nullptr, lds.sums, lds.partial};
   Walk<W> walk;
   begin(walk, w, at, row_of_w);
-  previous_done();
+  stored::x_is_there(a);
   product(walk, w, at, part, rows, row_of_x, o);
   for_outputs(w, part, rows, o, store);
 }
@@ -280,7 +281,7 @@ template <class W, bool ROUTER, uint32_t T> DEVICE void multiply_one(const step_
     return before + (col < last ? col : last) + (i < span ? 0u : up);
   });
   if (a.norm && 8 * thread_id() < a.k) ask_line((const bf16*)a.norm + 8 * thread_id());  // what the first runs need
-  previous_done();
+  stored::x_is_there(a);
   const bf16* x = (const bf16*)a.x + s.batch * a.x_batch_stride;
   Operand o = {(const bf16*)a.norm, a.eps, nullptr};
   wave_one::product(walk, w, at, lds, [&](uint32_t) { return x; }, o);
@@ -511,7 +512,8 @@ template <class T, bool ONE> DEVICE void route_last(const step_gemv_args& a, con
 }
 
 template <class T> DEVICE void run_part(const step_gemv_args& a, const Lds& lds) {
-  if (a.part == PART_GIVE) return hotcache::give_part(a.part_give, block_x(), (hotcache::give_work*)lds.x);
+  bool rehearses = a.part == PART_ROWS && block_x() >= a.rows;
+  if (a.part == PART_GIVE || rehearses) return hotcache::give_part(a.part_give, block_x(), !rehearses, (hotcache::give_work*)lds.x);
   if (a.part == PART_FETCH) return history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds, (uint32_t*)lds.x);
   previous_done();
   if (a.part == PART_ROWS) finish_rows<T>(a, block_x(), lds);
@@ -532,7 +534,10 @@ template <class T, class W, bool ROUTER, bool ONE = false, uint32_t MOST = 8> DE
   if constexpr (RINGS) x = (words16*)lds_bytes();
 #endif
   Lds lds = {x, x_scale, sums, partial, scale};
-  if (!ROUTER && a.part == PART_GIVE && block_x() < a.part_blocks) hotcache::lists_begin(a.part_give, block_x());
+  if (!ROUTER && a.part == PART_GIVE && block_x() < a.part_blocks) {
+    hotcache::lists_begin(a.part_give, block_x());
+    if (TILES) stored::begin(a);
+  }
   next_may_begin();
   if constexpr (!ROUTER) {
     if (block_x() < a.part_blocks) {
@@ -549,10 +554,12 @@ template <class T, class W, bool ROUTER, bool ONE = false, uint32_t MOST = 8> DE
         wave_one::Lds part = {x, scales, planes, x_scale, nullptr, sums, partial};
         if (a.narrow) multiply_one<W, ROUTER, 1>(a, part);
         else multiply_one<W, ROUTER, 2>(a, part);
+        if (!ROUTER) stored::end(a);
         return;
       }
 #endif
       multiply_tiles<W, ROUTER, MOST>(a, lds);
+      if (!ROUTER) stored::end(a);
       return;
     }
   }

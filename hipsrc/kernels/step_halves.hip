@@ -144,12 +144,16 @@ template <class W> DEVICE void run_one(const step_gemv_args& a) { run<W, 1>(a); 
 #if defined(TILE_MMA)
 constexpr uint32_t CROWD_ROWS = 10;
 // Blocks of three teams of waves (wave_crowd.h), each of which has 96 columns of a half of a wide product on one device, and one of a.turns shares of
-// the rows; no part. Partial sums [blocks][TEAMS][N][COLS], one counter a pair of blocks.
+// the rows; a block of FETCH is as large. Partial sums [blocks][TEAMS][N][COLS], one counter a pair of blocks.
 DEVICE void run_crowd(const step_gemv_args& a) {
-  SHARED(uint32_t, word, 1);
-  next_may_begin();
   constexpr uint32_t N = CROWD_ROWS, TEAMS = wave_crowd::TEAMS;
-  uint32_t turns = a.turns, each = (a.rows + turns - 1) / turns, share = block_x() / 2, half = block_x() % 2;
+  SHARED(uint32_t, word, history_rows::FETCH_ROUNDS);
+  next_may_begin();
+  if (block_x() < a.part_blocks) {
+    history_rows::fetch_part<TEAMS>(a.part_fetch, block_x(), a.part_blocks, a.rounds, word);
+    return;
+  }
+  uint32_t block = block_x() - a.part_blocks, turns = a.turns, each = (a.rows + turns - 1) / turns, share = block / 2, half = block % 2;
   uint32_t crowd = share / turns, first_row = (share - crowd * turns) * each, rows = a.rows - first_row < each ? a.rows - first_row : each;
   uint32_t column = (crowd * TEAMS + wave_crowd::team()) * COLS, last = a.n[0] - 1u;
   Weights w = half_of(a.k, 1, half, true);
@@ -190,7 +194,7 @@ LDS_KERNEL(step_halves_bf16_q8g64, step_gemv_args, 256, 3, (wave_rows::LDS_BYTES
 LDS_KERNEL(step_halves_many_bf16_q8g64, step_gemv_args, 256, 3, (wave_rows::LDS_BYTES<q8g64_weights, 10, false>)) {
   step_halves::run<q8g64_weights, 10>(a);
 }
-// Wide products of several rows on one device without a part, on sm_90: the same bits. Elsewhere it does nothing and is not launched.
+// Wide products of several rows on one device, on sm_90: the same bits. Elsewhere it does nothing and is not launched.
 // LAUNCH step_halves_crowd_bf16_q8g64 block=768 cols=96 long_k=1024 rows=10
 #if defined(TILE_MMA)
 LDS_KERNEL(step_halves_crowd_bf16_q8g64, step_gemv_args, 768, 1, (wave_crowd::LDS_BYTES<step_halves::CROWD_ROWS, false>)) {

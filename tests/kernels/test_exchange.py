@@ -17,7 +17,7 @@ from glm53.errors import Glm53Error, LinkError
 from glm53.hip import Array, Device, Link, PeerAccess, Stream
 from glm53.mem.extents import ExtentShape
 from glm53.ops import rows as row_ops
-from glm53.ops import step, step_state
+from glm53.ops import step, step_parts, step_state
 from glm53.ops.contract import ContractError
 from glm53.ops.exchange import Exchange, Parts, Request, Rows, Sums
 from glm53.ops.matrix import Matrix
@@ -439,10 +439,10 @@ class Layers:
                 side[f"key{layer}"].upload(keys[layer])
         self.step += 1
 
-    def launch(self, stream: Stream, index: int, layer: int, mail: step.RowMail | None) -> None:
+    def launch(self, stream: Stream, index: int, layer: int, mail: step_parts.RowMail | None) -> None:
         """index: 0 alone, 1 owner, 2 peer."""
         side = self.sides[index]
-        part = step.RowsPart(
+        part = step_parts.RowsPart(
             side[f"row{layer}"],
             side["row_norm"],
             1e-5,

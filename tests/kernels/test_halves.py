@@ -17,7 +17,8 @@ from glm53.hip import Array, Device
 from glm53.ops import halves, step, step_experts
 from glm53.ops.contract import ContractError
 from glm53.ops.matrix import Matrix
-from glm53.ops.step import Epilogue, Patience, Segment, SumMail
+from glm53.ops.step import Epilogue, Segment, SumMail
+from glm53.ops.step_parts import Patience
 from glm53.spec import DType, WeightFormat
 
 F32, BF16, Q8 = DType.F32, DType.BF16, WeightFormat.Q8G64

@@ -23,7 +23,8 @@ from glm53.mem.extents import ExtentShape
 from glm53.ops import history, merge, selection
 from glm53.ops.contract import ContractError
 from glm53.ops.merge import Lists
-from glm53.ops.step import Patience, SumMail
+from glm53.ops.step import SumMail
+from glm53.ops.step_parts import Patience
 from glm53.ops.step_select import Drawn, Selector
 from glm53.spec import DType, Shard
 

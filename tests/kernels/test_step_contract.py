@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from glm53.hip import Array, Device
-from glm53.ops import step
+from glm53.ops import step, step_parts
 from glm53.ops.contract import ContractError
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import Matrix
@@ -119,22 +119,22 @@ def test_per_head_limits(device: Device, make: Make) -> None:
     with pytest.raises(ContractError, match="weight dim 2 is 48, expected at most columns=40"):
         step.per_head(stream, x, Matrix.plain(make(BF16, 3, 8, 48)), y)
     with pytest.raises(ContractError, match="part is RouterPart, expected GivePart or FetchPart"):
-        part = step.RouterPart(make(F32, 8), make(DType.I32, 2, 2), make(F32, 2, 2), make(DType.U32, 1), 1, 1, True, 1.0)
+        part = step_parts.RouterPart(make(F32, 8), make(DType.I32, 2, 2), make(F32, 2, 2), make(DType.U32, 1), 1, 1, True, 1.0)
         step.per_head(stream, x, Matrix.plain(make(BF16, 3, 8, 40)), y, part)
 
 
 def test_parts_are_matched(device: Device, make: Make) -> None:
     stream, x = device.default_stream, make(BF16, 2, 64)
     logits, y = make(F32, 2, 8), make(BF16, 2, 8)
-    router = step.RouterPart(make(F32, 8), make(DType.I32, 2, 9), make(F32, 2, 9), make(DType.U32, 1), 1, 1, True, 1.0)
+    router = step_parts.RouterPart(make(F32, 8), make(DType.I32, 2, 9), make(F32, 2, 9), make(DType.U32, 1), 1, 1, True, 1.0)
     with pytest.raises(ContractError, match="segment 0 is STORE, expected STORE_F32"):
         step.gemv(stream, x, [Segment(quantised(make, 8, 64), y)], part=router)
     with pytest.raises(ContractError, match="slots is 9, expected at most 8"):
         step.gemv(stream, x, [Segment(quantised(make, 8, 64), logits, Epilogue.STORE_F32)], part=router)
-    router = step.RouterPart(make(F32, 8), make(DType.I32, 2, 4), make(F32, 2, 4), make(DType.U32, 1), 1, 1, True, 1.0)
+    router = step_parts.RouterPart(make(F32, 8), make(DType.I32, 2, 4), make(F32, 2, 4), make(DType.U32, 1), 1, 1, True, 1.0)
     with pytest.raises(ContractError, match="weight 0 is q8g64, expected f32: the router's"):
         step.gemv(stream, x, [Segment(quantised(make, 8, 64), logits, Epilogue.STORE_F32)], part=router)
-    row = step.RowsPart(make(BF16, 2, 72), make(BF16, 64), 1e-6, make(DType.U64, 2), (0, 0, 0, 0), RowFormat.Q8G64, 64)
+    row = step_parts.RowsPart(make(BF16, 2, 72), make(BF16, 64), 1e-6, make(DType.U64, 2), (0, 0, 0, 0), RowFormat.Q8G64, 64)
     segments = [Segment(quantised(make, 8, 64), y)]
     options = {"positions": make(DType.I32, 2), "inv_freq": make(F32, 4)}
     with pytest.raises(ContractError, match="RowsPart turns columns"):
@@ -148,15 +148,15 @@ def test_mail_is_matched(device: Device, make: Make) -> None:
     stream, x, y = device.default_stream, make(BF16, 2, 64), make(BF16, 2, 8)
     segments, positions, inv_freq = [Segment(quantised(make, 8, 64), y)], make(DType.I32, 2), make(F32, 3)
     row, row_norm, error = make(BF16, 2, 134), make(BF16, 128), make(DType.U32, 1)
-    mail = step.RowMail(make(DType.U64, 100).address, 100, False, make(DType.U32, 1), 4, 3, make(DType.U32, 1), step.Patience(1000))
+    mail = step_parts.RowMail(make(DType.U64, 100).address, 100, False, make(DType.U32, 1), 4, 3, make(DType.U32, 1), step_parts.Patience(1000))
     take = replace(mail, receive=True)
 
-    def run(given: Array | None, norm: Array | None, mail: step.RowMail | None) -> None:
+    def run(given: Array | None, norm: Array | None, mail: step_parts.RowMail | None) -> None:
         refs = make(DType.U64, 2)
-        part = step.RowsPart(given, norm, 1e-6, refs, (0, 0, 0, 0), RowFormat.Q8G64, 128, error, mail=mail)
+        part = step_parts.RowsPart(given, norm, 1e-6, refs, (0, 0, 0, 0), RowFormat.Q8G64, 128, error, mail=mail)
         step.gemv(stream, x, segments, part=part, positions=positions, inv_freq=inv_freq)
 
-    wrong: list[tuple[str, Array | None, Array | None, step.RowMail | None]] = [
+    wrong: list[tuple[str, Array | None, Array | None, step_parts.RowMail | None]] = [
         ("row or row_norm is None, expected both", None, None, None),
         ("row or row_norm is None, expected both", row, None, mail),
         ("row or row_norm is given with mail to receive", row, row_norm, take),

@@ -198,6 +198,14 @@ def test_sessions(tmp_path: Path) -> None:
     assert all(row["tokens equal"] == row["logprobs equal"] == "True" for row in rows), rows
     assert all(float(row["alone us a token"]) > 0 and float(row["together us a token"]) > 0 for row in rows)
     assert "all 3 complete: 72 tokens" in text and "device memory sampled" in text
-    (step,) = rows_of(tmp_path, "step")
-    assert step["rows"] == "3" and 0 < float(step["floor us"]) < float(step["step us, served"])
-    assert float(step["served / floor"]) == pytest.approx(float(step["step us, served"]) / float(step["floor us"]))
+    steps = rows_of(tmp_path, "step")
+    assert [(row["selections"], row["tier"]) for row in steps] == [
+        ("natural, served", "host"),
+        ("natural", "host"),
+        ("drawn", "host"),
+        ("drawn", "resident"),
+    ]
+    for row in steps:
+        assert row["rows"] == "3" and 0 < float(row["floor us"]) < float(row["step us"])
+        assert float(row["step / floor"]) == pytest.approx(float(row["step us"]) / float(row["floor us"]))
+    assert float(steps[2]["misses %"]) == pytest.approx(100 * 8 / 64) and float(steps[1]["MB from host"]) > float(steps[2]["MB from host"]) > 0
