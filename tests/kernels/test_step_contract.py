@@ -11,8 +11,10 @@ from glm53.hip import Array, Device
 from glm53.ops import step, step_parts
 from glm53.ops.contract import ContractError
 from glm53.ops.halves import Halves
+from glm53.ops.history_args import fetch_args
 from glm53.ops.matrix import Matrix
 from glm53.ops.step import Epilogue, Rope, Segment
+from glm53.ops.step_args import step_give_args
 from glm53.spec import DType, RowFormat, WeightFormat
 
 F32, BF16 = DType.F32, DType.BF16
@@ -141,6 +143,11 @@ def test_parts_are_matched(device: Device, make: Make) -> None:
         step.gemv(stream, x, segments, part=row)
     with pytest.raises(ContractError, match="error is None"):
         step.gemv(stream, x, segments, part=row, **options)
+    give = step_parts.GivePart(step_give_args(rows=2, k=8), 2, tells=make(DType.U32, 1))
+    with pytest.raises(ContractError, match="tells has 1 words, expected at least 2"):
+        step.gemv(stream, x, segments, part=give)
+    with pytest.raises(ContractError, match="FetchPart has 0 rounds and 4 blocks, expected at least 1"):
+        step.gemv(stream, x, segments, part=step_parts.FetchPart(fetch_args(), 4, 0))
 
 
 def test_mail_is_matched(device: Device, make: Make) -> None:
