@@ -152,19 +152,20 @@ class LayerSteps:
         q = cut("q")
         step.per_head(stream, q, layer.wk, cut("q_latent"), part=self.tier.fetch(index, row_count) if full else None)
         partials = self.partials.slice(0, row_count)
-        step_attention.attend(
+        step_attention.attend_expand(
             stream,
             cut("q_latent"),
             q,
             cut("plan"),
             cut("counts"),
             partials,
+            layer.wv,
+            cut("o"),
             offsets=self.tier.offsets(index),
             row_format=self.row_format,
             rope_offset=spec.qk_nope_head_dim,
             scale=spec.softmax_scale,
         )
-        step_attention.expand(stream, partials, cut("counts"), layer.wv, cut("o"))
         heads = self.work.cut("o", row_count, (spec.n_heads * spec.v_head_dim,))
         whole_k = self.model.n_heads * spec.v_head_dim
         yield from self._add(heads, layer.o, row_count, whole_k, self._fetch_ahead(index, row_count))

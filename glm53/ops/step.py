@@ -19,16 +19,14 @@ from glm53.ops.halves import Halves, first_half, half_of
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.pair_args import exchange_lists_args, sum_mail_args
 from glm53.ops.step_args import step_gemv_args
-from glm53.ops.step_parts import PART_ROUTER, FetchPart, GivePart, Part, Patience, RouterPart, bind_part, require_rope
+from glm53.ops.step_blocks import MANY, blocks_at_once, product_blocks, shared_rows
+from glm53.ops.step_parts import FetchPart, GivePart, Part, Patience, RouterPart, bind_part, require_rope
 from glm53.spec import DType, WeightFormat
 
 SEGMENTS_MAX = 4
 _T = (DType.F32, DType.BF16)
 _FORMATS = {DType.F32: (WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8G64), DType.BF16: (WeightFormat.BF16, WeightFormat.Q8G64)}
 LONG_K = 1024  # long_k of the LAUNCH lines in step.hip: products of this k on are wide
-_MANY = "_many"  # kernels whose blocks take more rows of x
-ROUTER_COLUMNS = 2  # rows of the router's weights a block, beside bf16 x
-_RESIDENT = 3  # blocks of a kernel for one row that share a multiprocessor on sm_90
 _VALUES_MAX = 1 << 32  # of a weight: kernels count them in 32 bits
 
 
@@ -149,10 +147,16 @@ def gemv(
         d.require(segments[0].epilogue is Epilogue.STORE_F32, f"segment 0 is {segments[0].epilogue.name}, expected STORE_F32: the router's logits")
     bind_part(d, args, part, x, stream)
     kernel = _kernel(d, stream, x, [segment.weight for segment in segments], isinstance(part, RouterPart), added and x.dtype is DType.BF16)
-    if added and x.dtype is DType.BF16 and mail is None and on_sm(stream) and crowd.fits(args):
-        kernel = crowd.KERNEL
+    if x.dtype is DType.BF16 and mail is None and on_sm(stream):
+        silu = any(segment.epilogue is Epilogue.SILU for segment in segments)
+        kernel = crowd.kernel(args, stream.device, added, len(segments) > 1 or silu) or kernel
     at_once = blocks_at_once(stream) if "_one_" in kernel and not args.partial else 0
-    blocks = _product_blocks(args, stream, kernel, len(segments), at_once) + args.part_blocks
+    weight_rows = [segment.weight.shape[0] for segment in segments]
+    blocks = product_blocks(args, stream, kernel, weight_rows, at_once)
+    by_rings = x.dtype is DType.BF16 and segments[-1].weight.format.quantised and on_sm(stream)
+    if by_rings and args.rows > 1 and args.wide and not added and kernel != crowd.HEAD and not isinstance(part, RouterPart):
+        kernel, blocks = shared_rows(args, stream, kernel, weight_rows, blocks)
+    blocks += args.part_blocks
     if mail is not None:
         mail.bind(d, args.mail, d["rows"] * d["n0"], blocks)
         args.waiting_blocks = blocks
@@ -182,7 +186,7 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     args.y[0], args.n[0], args.y_stride[0] = y.address, n, heads * n
     bind_part(d, args, part, x, stream)
     kernel = _kernel(d, stream, x, [weight], router=False, halves=False)
-    launch(stream, kernel, (args.part_blocks + heads * _product_blocks(args, stream, kernel, 1), 1, 1), args)
+    launch(stream, kernel, (args.part_blocks + heads * product_blocks(args, stream, kernel, [n]), 1, 1), args)
 
 
 def _require_units(d: Dims, name: str, array: Array) -> None:
@@ -210,7 +214,7 @@ def _kernel(d: Dims, stream: Stream, x: Array, weights: Sequence[Matrix], router
         d.require(weight.format in _FORMATS[dtype], f"weight {index} is {weight.format.label}, expected one of {names} beside {dtype.label} x")
         d.require(weight.format is taken, f"weight {index} is {weight.format.label}, expected {taken.label}, the format of weight {plain[0][0]}")
     kind = "halves" if halves else "gemv_router" if router else "gemv"
-    kernel, many = (kernel_for(f"step_{kind}{which}", dtype, taken, x.shape[0]) for which in ("", _MANY))
+    kernel, many = (kernel_for(f"step_{kind}{which}", dtype, taken, x.shape[0]) for which in ("", MANY))
     if dtype is DType.F32 or not taken.quantised or x.shape[0] == 1 or not on_sm(stream):
         return kernel
     turns = [ceil_div(x.shape[0], stream.device.kernel(name).constants["rows"]) for name in (kernel, many)]
@@ -298,33 +302,6 @@ def _bind_halves(
         d.fail("segment 0 is RESIDUAL and halves is None, expected Halves beside bf16 x")
     halves.check(d, d["rows"], d["n0"])
     args.partial, args.arrivals = halves.partial.address, halves.arrivals.address
-
-
-def _product_blocks(args: step_gemv_args, stream: Stream, kernel: str, segments: int, at_once: int = 0) -> int:
-    """Blocks of the products of one batch, those of each segment in args.blocks.
-
-    at_once: a launch of wide blocks gets blocks of half the columns instead (args.narrow) where no more than so many come of it.
-    """
-    constants = stream.device.kernel(kernel).constants
-    router = args.part == PART_ROUTER
-    scalar = "rows" not in constants
-    columns = constants["cols" if args.wide else "cols_short"]
-    rows = [args.n[i] * (2 if args.epilogue[i] == Epilogue.SILU else 1) for i in range(segments)]
-    fixed = ceil_div(args.n[0], ROUTER_COLUMNS) if router else 0
-    if args.wide and fixed + sum(ceil_div(n, columns // 2) for n in rows[router:]) <= at_once:
-        args.narrow, columns = 1, columns // 2
-    for index, n in enumerate(rows):
-        args.blocks[index] = ceil_div(n, columns) * (args.rows if scalar else ceil_div(args.rows, constants["rows"]))
-    if not scalar and router:
-        args.blocks[0] = fixed
-    if kernel == crowd.KERNEL:
-        crowd.bind_blocks(args, constants["rows"], stream.device.properties.compute_units)
-    return (2 if args.partial else 1) * sum(args.blocks)
-
-
-def blocks_at_once(stream: Stream) -> int:
-    """How many blocks of a kernel for one row the device runs at once, where these kernels can have narrow blocks, else 0."""
-    return _RESIDENT * stream.device.properties.compute_units if on_sm(stream) else 0
 
 
 def cost_gemv(x: Array, segments: Sequence[Segment], *, norm: Array | None = None, h: Array | None = None, residual: Array | None = None) -> Cost:

@@ -274,6 +274,33 @@ class step_expand_args(Args):
     ]
 
 
+class step_join_args(Args):
+    """step_attend_args in two launches without partial results, for several query rows (attend_rows.h): weights, scales, tops and masses by the
+    first, x by the second. Grids: (splits, ceil(heads / 32), rows), then (latent / 64, ceil(heads / 16), rows)."""
+
+    _fields_ = [
+        ("q_latent", c_void_p),  # to counts: as step_attend_args
+        ("q", c_void_p),
+        ("plan", c_void_p),
+        ("counts", c_void_p),
+        ("weights", c_void_p),  # [rows, ceil(heads / 16), splits, 16, 64] f32: exp(s - top of the split), as join has them in LDS
+        ("scales", c_void_p),  # [rows, splits, 8, 64] f32: of the planned rows' groups
+        ("codes", c_void_p),  # [rows, splits, 8, 64, 64] i8: of the same, as join has them in LDS
+        ("tops", c_void_p),  # tops and masses as step_attend_args
+        ("masses", c_void_p),
+        ("x", c_void_p),  # [rows, heads, 512] bf16: the splits joined, ascending; zeros where counts[r] is 0
+        ("offsets", c_uint64 * 4),
+        ("heads", c_uint32),
+        ("rope", c_uint32),
+        ("k", c_uint32),
+        ("splits", c_uint32),
+        ("q_head_stride", c_uint32),
+        ("q_rope_offset", c_uint32),
+        ("scale", c_float),
+        ("_pad", c_uint32),
+    ]
+
+
 class step_score_args(Args):
     """index_score_args for a step, and the first part of the selection: histogram[r, key >> 20] counts the order keys (scan.h) of all positions <=
     positions[r], on a side of a pair of those that it holds. Rows with positions[r] < k do nothing. Grid: (blocks, rows), fixed."""

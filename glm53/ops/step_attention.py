@@ -1,4 +1,4 @@
-"""Attention of a decode step in two launches: splits of the planned rows, then their join and wv. Kernels: step_attention.hip."""
+"""Attention of a decode step in two launches: splits of the planned rows, then their join and wv; or in three. Kernels: step_attention.hip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from glm53.hip import Array, Device, Stream
 from glm53.ops.contract import Cost, Dims, ceil_div, launch, on_sm
 from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.rows import format_variant, row_size, space_offsets
-from glm53.ops.step_args import step_attend_args, step_expand_args
+from glm53.ops.step_args import step_attend_args, step_expand_args, step_join_args
 from glm53.spec import DType, Offsets, RowFormat, WeightFormat
 
 SPLIT = 64  # planned rows of one partial result
@@ -19,6 +19,11 @@ MANY_ATTEND = {"step_attend_bf16_q8g64": "step_attend_many_bf16_q8g64"}  # likew
 # On sm_90: up to so many rows the kernel for one row expands faster, its blocks one after the other, and two blocks of attention a multiprocessor are
 # enough for all.
 FEW_ROWS = 2
+# Likewise, of so many rows and more, with bf16 queries and q8g64 rows and weights (`attend_expand`): three launches, which store no partial results,
+# for latent 512.
+JOINED = ("step_weigh_bf16_q8g64", "step_join_bf16_q8g64", "step_expand_joined_bf16")
+JOINED_ROWS = 4
+LATENT, ROPE_MAX = 512, 64
 # Kernels with the same bits whose blocks do not share a multiprocessor: for one query row, which has fewer blocks than there are multiprocessors.
 ONE_ROW = {"step_attend_bf16_q8g64": "step_attend_one_bf16_q8g64", "step_expand_bf16": "step_expand_one_bf16"}
 
@@ -176,6 +181,90 @@ def expand(stream: Stream, partials: Partials, counts: Array, wv: Matrix, o: Arr
     else:
         grid = (d["rows"], ceil_div(d["v"], limits["columns"]), d["heads"])
     launch(stream, name, grid, args)
+
+
+def joined_places(partials: Partials) -> tuple[int, ...]:
+    """Where in the memory of partial results lie, in place of these, weights, scales, codes and x of step_join_args; then the end."""
+    rows, heads, splits, latent = partials.partial.shape
+    splits *= rows
+    sizes = (ceil_div(heads, 16) * 16 * splits * SPLIT * 4, splits * latent * 4, splits * SPLIT * latent, rows * heads * latent * 2)
+    return tuple(partials.partial.address + sum(sizes[:i]) for i in range(len(sizes) + 1))
+
+
+def attend_expand(
+    stream: Stream,
+    q_latent: Array,
+    q: Array,
+    plan: Array,
+    counts: Array,
+    partials: Partials,
+    wv: Matrix,
+    o: Array,
+    *,
+    offsets: Offsets,
+    row_format: RowFormat,
+    rope_offset: int,
+    scale: float,
+) -> None:
+    """`attend`, then `expand`: the same bits in o, and the same contracts. partials hold afterwards what nobody else can read."""
+    q8 = row_format is RowFormat.Q8G64 and wv.format is WeightFormat.Q8G64 and q.dtype is DType.BF16
+    fits = q8 and len(q) >= JOINED_ROWS and joined_places(partials)[-1] <= partials.partial.address + partials.partial.nbytes
+    if not (fits and on_sm(stream)):
+        attend(stream, q_latent, q, plan, counts, partials, offsets=offsets, row_format=row_format, rope_offset=rope_offset, scale=scale)
+        expand(stream, partials, counts, wv, o)
+        return
+    d = Dims("step_attend_expand")
+    d.match("q_latent", q_latent, "rows", "heads", LATENT, dtype=DType.BF16)
+    d.match("q", q, "rows", "heads", "head_dim", dtype=DType.BF16)
+    d.match("plan", plan, "rows", "k", dtype=DType.U64)
+    d.match("counts", counts, "rows", dtype=DType.I32)
+    d.match("partials.partial", partials.partial, "rows", "heads", "splits", LATENT, dtype=DType.F32)
+    _match_partials(d, partials)
+    d.match("wv", wv.codes, "heads", "v", LATENT)
+    d.match("o", o, "rows", "heads", "v", dtype=DType.BF16)
+    weigh, join, product = (stream.device.kernel(name).constants for name in JOINED)
+    rope, splits = d["head_dim"] - rope_offset, ceil_div(d["k"], SPLIT)
+    d.require(0 <= rope <= ROPE_MAX, f"rope_offset is {rope_offset}, expected head_dim={d['head_dim']} less 0 to {ROPE_MAX}")
+    for what, value in (("head_dim", d["head_dim"]), ("rope_offset", rope_offset)):
+        d.require(value % WIDTH_UNIT == 0, f"{what} is {value}, expected a multiple of {WIDTH_UNIT}")
+    d.require(splits <= d["splits"] <= join["splits_max"], f"partials have {d['splits']} splits, expected {splits} to {join['splits_max']}")
+    row_size("step_attend_expand", row_format, LATENT, rope)
+    _require_words(d, q_latent=q_latent, q=q, wv=wv.codes)
+    weights, scales, codes, x, _ = joined_places(partials)
+    args = step_join_args(
+        q_latent=q_latent.address,
+        q=q.address,
+        plan=plan.address,
+        counts=counts.address,
+        weights=weights,
+        scales=scales,
+        codes=codes,
+        tops=partials.tops.address,
+        masses=partials.masses.address,
+        x=x,
+        heads=d["heads"],
+        rope=rope,
+        k=d["k"],
+        splits=d["splits"],
+        q_head_stride=d["head_dim"],
+        q_rope_offset=rope_offset,
+        scale=scale,
+    )
+    args.offsets[:] = space_offsets("step_attend_expand", offsets)
+    launch(stream, JOINED[0], (splits, ceil_div(d["heads"], weigh["heads"]), d["rows"]), args)
+    launch(stream, JOINED[1], (LATENT // join["columns"], ceil_div(d["heads"], join["heads"]), d["rows"]), args)
+    expand_args = step_expand_args(
+        partial=x,
+        codes=wv.codes.address,
+        scales=wv.scales.address if wv.scales is not None else 0,
+        o=o.address,
+        rows=d["rows"],
+        heads=d["heads"],
+        latent=LATENT,
+        v=d["v"],
+        format=wv.format,
+    )
+    launch(stream, JOINED[2], (ceil_div(d["v"], product["columns"]), ceil_div(d["rows"], product["rows"]), d["heads"]), expand_args)
 
 
 def cost_attend(rows: int, heads: int, latent: int, rope: int, selected: int, item_bytes: int, row_bytes: int) -> Cost:

@@ -12,8 +12,9 @@ from glm53.hip import Array, Stream
 from glm53.ops.contract import U32_LIMIT, Cost, Dims, ceil_div, launch, on_sm
 from glm53.ops.halves import Halves
 from glm53.ops.matrix import GROUP, Matrix
-from glm53.ops.step import SumMail, blocks_at_once, kernel_for
+from glm53.ops.step import SumMail, kernel_for
 from glm53.ops.step_args import step_down_args, step_experts_args
+from glm53.ops.step_blocks import blocks_at_once
 from glm53.spec import DType, WeightFormat
 
 _T = (DType.F32, DType.BF16)

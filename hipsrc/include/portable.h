@@ -28,6 +28,7 @@
 //   load16(from, to)                    16 aligned bytes into four registers as one access
 //   copy16_async, copy16_line_async, copy8_async, copy4_async, copies_done, copies_commit, copies_wait, load_matrices, store16    where there are
 //                                       TILE_MMA: device memory to workgroup memory without registers, in batches; 16 bytes stored as one access
+//   larger_magnitude(a, b)              likewise: the larger of |a| and |b|, NaN if one is NaN
 //   ask_line(from)                      likewise: a line of device memory on its way to the cache
 //   uniform(v)                         v, which is the same in the whole block, where the compiler cannot know it
 //   opaque(v), opaque_item(v)           v (of the block, of the work-item) of which the compiler knows nothing: what depends on it stays in its loop

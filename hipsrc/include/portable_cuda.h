@@ -144,6 +144,18 @@ DEVICE void mma_16x8x32(int32_t* d, const uint32_t* a, const uint32_t* b) {
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// The larger of |a| and |b|; NaN if one is NaN.
+DEVICE float larger_magnitude(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return larger;
+}
+// a: bytes without a sign.
+DEVICE void mma_16x8x32_unsigned(int32_t* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 // Four 8 x 8 matrices of 2-byte elements; work-item l gives the address of row l % 8 of matrix l / 8, and gets elements 2 (l % 4) and the next of row
 // l / 4 of each, or, transposed, of column l / 4.
 DEVICE void load_matrices_transposed(uint32_t* v, const void* row) {

@@ -59,12 +59,12 @@ DEVICE void load_values(const bf16* from, uint32_t count, uint32_t* words) {
 }
 
 // Pairs of values in the order in which bytes_bf16 gives those of a word: (0 2) (1 3).
-DEVICE void order_values(uint32_t* words) {
+template <uint32_t WORDS> DEVICE void order_values(uint32_t* words) {
   UNROLL
-  for (uint32_t i = 0; i < 8; i += 2) {
+  for (uint32_t i = 0; i < WORDS; i += 2) {
     uint32_t low = words[i], high = words[i + 1];
-    words[i] = (low & 0xffffu) | high << 16;
-    words[i + 1] = low >> 16 | (high & 0xffff0000u);
+    words[i] = pick_bytes<0, 1, 4, 5>(low, high);
+    words[i + 1] = pick_bytes<2, 3, 6, 7>(low, high);
   }
 }
 
@@ -165,21 +165,18 @@ DEVICE void score(const Lds& lds, Query* query, const Query& rope_query, const u
   }
 }
 
-// Softmax: work-item 16 h + l has rows 4l to 4l + 3 of head h. sum: of their p.
-DEVICE void weigh(const Lds& lds, float scale, uint32_t left, float& top, float (&sum)[1]) {
-  uint32_t n = thread_id() % 16 * 4;
-  float* at = lds.part + place_of(thread_id() / 16, n);
-  float s[4];
+// Softmax of rows n to n + 3 of a head, by 16 work-items that have four each. at: their scores in the first plane; s: p; mass: of these four.
+DEVICE void weigh_four(const float* at, uint32_t plane, float scale, uint32_t n, uint32_t left, float (&s)[4], float& top, float& mass) {
   load_four(at, s);
   UNROLL
-  for (uint32_t plane = 1; plane <= PAIRS; plane++) {
+  for (uint32_t i = 1; i <= PAIRS; i++) {
     float part[4];
-    load_four(at + plane * PLANE, part);
+    load_four(at + i * plane, part);
     UNROLL
-    for (uint32_t i = 0; i < 4; i++) s[i] += part[i];
+    for (uint32_t j = 0; j < 4; j++) s[j] += part[j];
   }
   top = -__builtin_inff();
-  sum[0] = 0.0f;
+  mass = 0.0f;
   UNROLL
   for (uint32_t i = 0; i < 4; i++) {
     s[i] *= scale;
@@ -191,12 +188,46 @@ DEVICE void weigh(const Lds& lds, float scale, uint32_t left, float& top, float 
   for (uint32_t i = 0; i < 4; i++) {
     float p = exp_f32(s[i] - top);  // of every row: no branch
     s[i] = n + i < left ? p : 0.0f;
-    sum[0] += s[i];
+    mass += s[i];
   }
+}
+
+// Work-item 16 h + l has rows 4l to 4l + 3 of head h. sum: of their p.
+DEVICE void weigh(const Lds& lds, float scale, uint32_t left, float& top, float (&sum)[1]) {
+  uint32_t n = thread_id() % 16 * 4;
+  float s[4], *at = lds.part + place_of(thread_id() / 16, n);
+  weigh_four(at, PLANE, scale, n, left, s, top, sum[0]);
   *(words16*)at = {{bits_of(s[0]), bits_of(s[1]), bits_of(s[2]), bits_of(s[3])}};
 }
 
-// acc[c]: columns 16t + c and 16t + 8 + c of heads g, then g + 8. codes: columns 8g to 8g + 7 of rows 16i + 4t + j, the k of a fragment in its order.
+// p * scale of rows 4t to 4t + 3 of a tile of 16, of heads g and g + 8, as a fragment.
+DEVICE void weigh_tile(const float* low, const float* high, const float* scale, uint32_t* a) {
+  UNROLL
+  for (uint32_t j = 0; j < 4; j += 2) {
+    a[j] = pack_bf16(low[j] * scale[j], low[j + 1] * scale[j + 1]);
+    a[j + 1] = pack_bf16(high[j] * scale[j], high[j + 1] * scale[j + 1]);
+  }
+}
+
+// Adds these rows. codes: columns 8g to 8g + 7 of each, the k of a fragment in its order.
+DEVICE void add_tile(const uint32_t (*codes)[2], const uint32_t* a, float (*acc)[4]) {
+  UNROLL
+  for (uint32_t c = 0; c < 8; c += 2) {  // two columns of four rows: bytes (row 0, row 1) of a word side by side, the columns apart
+    uint32_t pair[2];
+    UNROLL
+    for (uint32_t j = 0; j < 2; j++) {
+      uint32_t even = codes[2 * j][c / 4], odd = codes[2 * j + 1][c / 4];
+      pair[j] = c % 4 ? pick_bytes<2, 3, 6, 7>(even, odd) : pick_bytes<0, 1, 4, 5>(even, odd);
+    }
+    UNROLL
+    for (uint32_t e = 0; e < 2; e++) {
+      uint32_t b[2] = {bytes_bf16(pair[0], e), bytes_bf16(pair[1], e)};
+      mma_16x8x16(acc[c + e], a, b);
+    }
+  }
+}
+
+// acc[c]: columns 16t + c and 16t + 8 + c of heads g, then g + 8. codes: of rows 16i + 4t + j.
 DEVICE void accumulate(const Lds& lds, const uint32_t (*codes)[4][2], float (*acc)[4]) {
   uint32_t g = tile_lane() / 4, t = tile_lane() % 4;
   UNROLL
@@ -206,25 +237,8 @@ DEVICE void accumulate(const Lds& lds, const uint32_t (*codes)[4][2], float (*ac
     load_four(lds.scales + tile_group() * SPLIT + n, scale);
     load_four(lds.part + place_of(g, n), low);
     load_four(lds.part + place_of(g + 8, n), high);
-    UNROLL
-    for (uint32_t j = 0; j < 4; j += 2) {
-      a[j] = pack_bf16(low[j] * scale[j], low[j + 1] * scale[j + 1]);
-      a[j + 1] = pack_bf16(high[j] * scale[j], high[j + 1] * scale[j + 1]);
-    }
-    UNROLL
-    for (uint32_t c = 0; c < 8; c += 2) {  // two columns of four rows: bytes (row 0, row 1) of a word side by side, the columns apart
-      uint32_t pair[2];
-      UNROLL
-      for (uint32_t j = 0; j < 2; j++) {
-        uint32_t even = codes[i][2 * j][c / 4], odd = codes[i][2 * j + 1][c / 4];
-        pair[j] = c % 4 ? even >> 16 | (odd & 0xffff0000u) : (even & 0xffffu) | odd << 16;
-      }
-      UNROLL
-      for (uint32_t e = 0; e < 2; e++) {
-        uint32_t b[2] = {bytes_bf16(pair[0], e), bytes_bf16(pair[1], e)};
-        mma_16x8x16(acc[c + e], a, b);
-      }
-    }
+    weigh_tile(low, high, scale, a);
+    add_tile(codes[i], a, acc);
   }
 }
 
@@ -289,7 +303,7 @@ DEVICE void attend(const step_attend_args& a) {
   uint64_t from = (uint64_t)row_pointer<const words16>(n < left ? ref : some_ref, a.offsets, 16 * units);
   copy_rows(lds, from, units);
   UNROLL
-  for (uint32_t i = 0; i < 4; i++) order_values(query[i / 2].word[i % 2]);
+  for (uint32_t i = 0; i < 4; i++) order_values<8>(query[i / 2].word[i % 2]);
   copies_done();
   block_sync();
 

@@ -20,6 +20,7 @@ template <class W> struct DownRows {
   static constexpr uint32_t SUMS = 2 * WAVES * SET * COLS;  // of a shared task [half][wave][row][column]; of two parts in turn [wave][column]
   static constexpr uint32_t LDS = RINGS + X + SUMS * 4 + wave_rows::SIDES<SLOTS> * 6 + 64;
   static constexpr uint32_t HALF_WAVES = WAVES / 2;
+  static constexpr bool ONE = W::FORMAT == WEIGHT_Q4G64;  // a wave's work-item has the sum of one column
 
   DEVICE float* sums() { return (float*)(lds_bytes() + RINGS + X); }
   DEVICE wave_rows::Lds x_lds() {
@@ -179,7 +180,7 @@ template <class W> struct DownRows {
       wave_rows::ask(asked, w, x, 0, rows, {0, p.run});
       UNROLL
       for (uint32_t r = 0; r < SET; r++) {
-        if (r == 0 || r < rows) wave_rows::put_row<S, SLOTS>(asked.word[r], asked.norm, lds, nullptr, {}, r);
+        if (r == 0 || r < rows) wave_rows::put_row<S, SLOTS>(asked.word[r], lds, r);
       }
       wave_stream::add_run<S, DEPTH, SLOTS>(walk, flow.ring, lane, lds, flow.slot, rows, wave_stream::groups_of_run(w, p.run), refill);
       if (number + 1u < each && piece(a, number + 1u).half == p.half) continue;
@@ -313,13 +314,14 @@ template <class W> struct DownRows {
       if (!kept) put(a, ask(a, share, s.w, s.c), x);
       turn++;
       bool done = advance(a, share, s);
-      wave_stream::add_run<W, DEPTH, SLOTS>(walk, flow.ring, flow.lane, x, flow.slot, 1, groups,
-                                            [&](uint32_t to) { refill_routed(a, share, flow, to); });
+      auto refill = [&](uint32_t to) { refill_routed(a, share, flow, to); };
+      if constexpr (ONE) wave_stream::add_run_of_one<DEPTH, SLOTS>(walk.sum[0][0], flow.ring, flow.lane, x, flow.slot, groups, refill);
+      else wave_stream::add_run<W, DEPTH, SLOTS>(walk, flow.ring, flow.lane, x, flow.slot, 1, groups, refill);
       if (!done) continue;
       float* of_part = sums() + part % 2 * WAVES * COLS;
       UNROLL
       for (uint32_t i = 0; i < 4; i++) {
-        if (wave_product::part() == 0) of_part[tile_group() * COLS + load_row(i)] = walk.sum[0][i];
+        if (ONE ? i == 0 : wave_product::part() == 0) of_part[tile_group() * COLS + load_row(ONE ? wave_product::part() : i)] = walk.sum[0][i];
       }
       wave_rows::clear(walk);
       turn = 0;

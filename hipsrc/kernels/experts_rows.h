@@ -166,7 +166,7 @@ template <class W> struct ExpertsRows {
         wave_rows::ask(asked, shape.w, x, 0, rows, {j, of_all});
         UNROLL
         for (uint32_t i = 0; i < SET; i++) {
-          if (i == 0 || i < rows) wave_rows::put_row<W, SLOTS>(asked.word[i], asked.norm, here, nullptr, {}, i);
+          if (i == 0 || i < rows) wave_rows::put_row<W, SLOTS>(asked.word[i], here, i);
         }
       }
       wave_stream::add_run<W, DEPTH, SLOTS>(walk, flow.ring, flow.lane, here, slot, rows, wave_stream::groups_of_run(shape.w, of_all),

@@ -27,6 +27,7 @@
 #include "step_attention.hip"
 #include "router.hip"
 #include "step.hip"
+#include "step_head.hip"
 #include "step_halves.hip"
 #include "experts.hip"
 #include "step_experts.hip"

@@ -15,7 +15,7 @@
 #include "stored.h"
 #include "mailbox.h"
 #include "share.h"
-#include "wave_rows.h"
+#include "step_router.h"
 
 namespace step {
 
@@ -24,33 +24,11 @@ constexpr uint32_t COLS = gemv::THREADS / 32 * PAIR, COLS_SHORT = gemv::THREADS 
 constexpr uint32_t TILE_COLS = wave_product::COLS, TILE_COLS_SHORT = wave_product::WAVES * TILE_COLS;
 static_assert(COLS == 16 && COLS_SHORT == 128 && TILE_COLS == 32 && TILE_COLS_SHORT == 256, "the LAUNCH lines below and glm53/ops/step.py");
 
-constexpr uint32_t ROUTER_COLS = 2, ROUTER_ROWS = 4;  // of a block, and rows of x that it takes at once, T = bf16
-
 constexpr uint32_t STORE = 0, STORE_F32 = 1, ROPE = 2, SILU = 3, RESIDUAL = 4;
 constexpr uint32_t PART_ROWS = 1, PART_GIVE = 2, PART_FETCH = 3, PART_ROUTER = 4, PART_PLACE = 5;
 
-// The block's LDS: x, or what the block's part needs; sums of the waves; partial sums of norms, and their scales.
-struct Lds {
-  words16* x;      // [X_UNITS]
-  float* x_scale;  // [wave_product::SIDE] and
-  float* sums;     // [wave_product::SUMS]: T = bf16 alone
-  float* partial;  // [PARTIALS]: sums of squares, of waves
-  float* scale;    // [1]
-};
-constexpr uint32_t X_UNITS = gemv::X_UNITS, PARTIALS = wave_product::WAVES * wave_product::ROWS;
-static_assert(X_UNITS * 16 == wave_product::WAVES * wave_product::X_BYTES, "the x of all waves, or of a block");
-
 // A block's place among the products.
 struct Place {
-  uint32_t index, block, batch;
-};
-
-// One of the four products, and the block's place in it.
-struct Segment {
-  const uint8_t* codes;
-  const uint16_t* scales;
-  uint8_t* y;
-  uint32_t n, y_stride, epilogue, head_stride, rope_offset;
   uint32_t index, block, batch;
 };
 
@@ -61,6 +39,8 @@ DEVICE uint32_t pairs_of(uint32_t n, uint32_t epilogue) { return epilogue == SIL
 template <class T, class W, bool ONE> constexpr bool by_one = ONE && W::SCALED && sizeof(T) == 2;
 template <class T, class W, bool ONE> constexpr bool by_rings = !ONE && W::SCALED && sizeof(T) == 2;
 constexpr uint32_t ROWS_LDS = wave_rows::LDS_BYTES<q8g64_weights, 8, true>, MANY_LDS = wave_rows::LDS_BYTES<q8g64_weights, 12, true>;
+constexpr uint32_t FEW_LDS = wave_rows::LDS_BYTES<q8g64_weights, 4, true>;
+static_assert(ROUTER_COLS * ROUTER_SPAN * 16 <= ROWS_LDS, "the router's weights wait there");
 static_assert(wave_one::RING_UNITS >= X_UNITS, "the rings are the LDS of x of parts and router");
 #else
 template <class T, class W, bool ONE> constexpr bool by_one = false;
@@ -219,39 +199,61 @@ template <uint32_t WIDTH> DEVICE void store_sum(const step_gemv_args& a, const S
 // The set of columns of a segment's block.
 DEVICE uint32_t set_of(uint32_t block, uint32_t turns) { return turns == 1 ? block : block / turns; }
 
-// Up to N rows of x times the block's rows of weights. N: MOST through rings, else ROWS.
+constexpr uint32_t FEW = 4;
+// Up to N rows of x times the block's rows of weights. N: MOST through rings, else ROWS. Through rings the rows are a.turns equal shares, and a block of
+// a launch with fewer blocks than sets of columns has several sets, one after the other; of one run a wave it makes x once.
 template <class W, bool ROUTER, uint32_t MOST> DEVICE void multiply_tiles(const step_gemv_args& a, const Lds& lds) {
   using namespace wave_product;
-  constexpr uint32_t N = by_rings<bf16, W, false> ? MOST : ROWS;
+  constexpr bool RINGS = by_rings<bf16, W, false>;
+  constexpr uint32_t N = RINGS ? MOST : ROWS;
+  constexpr bool SEVERAL = !ROUTER && N > FEW;
+  constexpr uint32_t WINDOW = ROUTER && N > 8 ? 6 : 4;  // rows of x under way
   Place place = place_of<bf16>(a, product_block<ROUTER>(a, block_x()));
-  uint32_t k = opaque(a.k), turns = (opaque(a.rows) + N - 1) / N, set = set_of(place.block, turns), first_row = (place.block - set * turns) * N;
+  uint32_t k = opaque(a.k), all = opaque(a.rows), turns = RINGS ? opaque(a.turns) : (all + N - 1) / N, set = set_of(place.block, turns);
+  uint32_t each = !RINGS ? N : turns == 1 ? all : (all + turns - 1) / turns, first_row = (place.block - set * turns) * each;
   bool wide = a.wide;
   Segment s = segment_at(a, place);
-  uint32_t block = wide ? set : set * WAVES + tile_group();
   uint32_t span = s.epilogue == SILU ? TILE_COLS / 2 : TILE_COLS, matrix = s.batch * (s.epilogue == SILU ? 2 * s.n : s.n);
   Weights w = {k, k, 0, 1, wide};
   auto at = [&](uint32_t) { return Matrix{s.codes, s.scales}; };
   auto row_of_w = [&](uint32_t i) {
-    uint32_t col = block * span + i % span;
+    uint32_t col = (wide ? set : set * WAVES + tile_group()) * span + i % span;
     return matrix + (col < s.n ? col : s.n - 1u) + (i < span ? 0u : s.n);
   };
-  uint32_t rows = a.rows - first_row < N ? a.rows - first_row : N;
+  uint32_t rows = all - first_row < each ? all - first_row : each;
   const bf16* from = (const bf16*)a.x + s.batch * a.x_batch_stride + (uint64_t)first_row * a.x_stride;
   auto row_of_x = [&](uint32_t, uint32_t r) { return from + (uint64_t)r * a.x_stride; };
   Operand o = {(const bf16*)a.norm, a.eps, nullptr};
+  uint32_t stored = set;
   auto store = [&](uint32_t wave, uint32_t, uint32_t r, float sum) {
     Place again = place_of<bf16>(a, product_block<ROUTER>(a, opaque(block_x())));  // once more, so that it takes no registers while the weights do
-    uint32_t same = set_of(again.block, turns);
-    store_sum<TILE_COLS>(a, segment_at(a, again), wide ? same : same * WAVES + wave, (again.block - same * turns) * N + r, sum);
+    store_sum<TILE_COLS>(a, segment_at(a, again), wide ? stored : stored * WAVES + wave, first_row + r, sum);
   };
 #if defined(TILE_MMA)
-  if constexpr (by_rings<bf16, W, false>) {
+  if constexpr (RINGS) {
     wave_rows::Lds part = wave_rows::rings_of<W, N>((uint8_t*)lds.x);
     wave_rows::Walk<W, N> walk;
-    wave_rows::begin(walk, w, part, at, row_of_w);
+    wave_rows::begin(walk, w, part, {s.codes, s.scales}, row_of_w);
     stored::x_is_there(a);
-    wave_rows::product<4>(walk, w, at, part, rows, row_of_x, o);
-    wave_rows::for_outputs<W, N>(w, part, rows, o, store);
+    auto outputs = [&] { wave_rows::for_outputs<W, N, true>(w, part, rows, o, store); };
+    if constexpr (!SEVERAL) {
+      wave_rows::product<WINDOW, true>(walk, w, part, rows, row_of_x, o, false, [] {});
+      outputs();
+      return;
+    }
+    uint32_t of_set = wide ? span : span * WAVES, sets = (s.n + of_set - 1) / of_set, further = set_of(blocks_of<bf16>(a, s.index), turns);
+    bool more = true;
+    ROLLED
+    for (bool kept = false; more; kept = turns_in(w) == 1u) {
+      stored = set;
+      set += further;
+      more = set < sets;
+      wave_rows::product<WINDOW, true>(walk, w, part, rows, row_of_x, o, kept, [&] {
+        if (more) wave_rows::begin(walk, w, part, {s.codes, s.scales}, row_of_w);
+      });
+      outputs();
+      if (more) block_sync();
+    }
     return;
   }
 #endif
@@ -290,118 +292,6 @@ template <class W, bool ROUTER, uint32_t T> DEVICE void multiply_one(const step_
   });
 }
 #endif
-
-// The router's logits of bf16 x: all work-items of a block share ROUTER_COLS rows of f32 weights, chunk c of 4 values belongs to work-item c % 256,
-// which adds x * norm * w, and the squares of x, in ascending order. Then a butterfly over 32 lanes, and the waves in order; the norm's scale comes
-// last. Each block writes its share of the values of each row of h. ONE: one row of x, and the weights of column 0 wait in LDS, where a work-item
-// reads what it copied itself, so that three blocks share a multiprocessor's registers.
-struct RouterSums {
-  float of[ROUTER_COLS + 1];  // the last: of squares
-};
-// Four values.
-DEVICE void load_pair(const bf16* from, uint32_t* word) {
-  uint64_t both = *(const uint64_t*)from;
-  word[0] = (uint32_t)both;
-  word[1] = (uint32_t)(both >> 32);
-}
-constexpr uint32_t ROUTER_EACH = 6, ROUTER_SPAN = ROUTER_EACH * 256;  // chunks under way, of a work-item and of the block
-template <bool ONE> constexpr uint32_t router_rows = ONE ? 1 : ROUTER_ROWS;
-template <bool ONE>
-DEVICE void add_router_span(const step_gemv_args& a, const Segment& s, uint32_t first_row, uint32_t span, words16* held, RouterSums* sums) {
-  constexpr uint32_t EACH = ROUTER_EACH;
-  uint32_t t = thread_id(), chunks = a.k / 4, rows = ONE ? 1u : a.rows - first_row, w[ROUTER_COLS][EACH][4], g[EACH][2];
-  UNROLL
-  for (uint32_t i = 0; i < EACH; i++) {
-    uint32_t chunk = span + t + 256 * i;
-    UNROLL
-    for (uint32_t c = 0; c < ROUTER_COLS; c++) {
-      uint32_t column = s.block * ROUTER_COLS + c;
-      const float* from = in_global((const float*)s.codes) + (uint64_t)(column < s.n ? column : s.n - 1u) * a.k + 4 * chunk;
-#if defined(TILE_MMA)
-      if (ONE && c == 0) {
-        if (chunk < chunks) copy16_async(held + t + 256 * i, from);
-        else held[t + 256 * i] = {{0, 0, 0, 0}};
-        continue;
-      }
-#endif
-      UNROLL
-      for (uint32_t j = 0; j < 4; j++) w[c][i][j] = 0;
-      if (chunk < chunks) load16(from, w[c][i]);
-    }
-    g[i][0] = g[i][1] = 0x3f803f80u;  // 1
-    if (a.norm && chunk < chunks) load_pair(in_global((const bf16*)a.norm) + 4 * chunk, g[i]);
-  }
-  if (first_row + span == 0) previous_done();
-  UNROLL
-  for (uint32_t r = 0; r < router_rows<ONE>; r++) {
-    if (!ONE && r >= opaque(rows)) continue;  // opaque: else 8 conditions are kept in registers of the wave
-    const bf16* x = in_global((const bf16*)a.x) + (uint64_t)(first_row + r) * a.x_stride;
-    uint32_t v[EACH][2];
-    UNROLL
-    for (uint32_t i = 0; i < EACH; i++) {
-      uint32_t chunk = span + t + 256 * i;
-      v[i][0] = v[i][1] = 0;
-      if (chunk < chunks) load_pair(x + 4 * chunk, v[i]);
-    }
-#if defined(TILE_MMA)
-    if (ONE) copies_done();
-#endif
-    UNROLL
-    for (uint32_t i = 0; i < EACH; i++) {
-      if (ONE) {
-        words16 word = held[t + 256 * i];
-        UNROLL
-        for (uint32_t j = 0; j < 4; j++) w[0][i][j] = word.w[j];
-      }
-      UNROLL
-      for (uint32_t j = 0; j < 4; j++) {
-        float value = bf16_weights::value(v[i], j), scaled = value * bf16_weights::value(g[i], j);
-        sums[r].of[ROUTER_COLS] = fma_f32(value, value, sums[r].of[ROUTER_COLS]);
-        UNROLL
-        for (uint32_t c = 0; c < ROUTER_COLS; c++) sums[r].of[c] = fma_f32(scaled, float_of(w[c][i][j]), sums[r].of[c]);
-      }
-    }
-  }
-}
-template <bool ONE> DEVICE void multiply_router(const step_gemv_args& a, const Segment& s, const Lds& lds) {
-  constexpr uint32_t ROWS = router_rows<ONE>, EACH = ROUTER_COLS + 1;
-  uint32_t t = thread_id(), blocks = (s.n + ROUTER_COLS - 1) / ROUTER_COLS;
-  ROLLED
-  for (uint32_t first = 0; first < (ONE ? 1u : a.rows); first += ROWS) {
-    uint32_t rows = a.rows - first < ROWS ? a.rows - first : ROWS;
-    RouterSums sums[ROWS] = {};
-    ROLLED
-    for (uint32_t span = 0; span < a.k / 4; span += ROUTER_SPAN) add_router_span<ONE>(a, s, first, span, lds.x, sums);
-    UNROLL
-    for (uint32_t r = 0; r < ROWS; r++) {
-      if (!ONE && r >= opaque(rows)) continue;
-      lanes_sum<32>(sums[r].of);
-      UNROLL
-      for (uint32_t i = 0; i < EACH; i++) {
-        if (tile_lane() == 0) lds.sums[(tile_group() * ROWS + r) * EACH + i] = sums[r].of[i];
-      }
-    }
-    block_sync();
-    if (t < rows * EACH) {
-      float sum = 0.0f;
-      UNROLL
-      for (uint32_t w = 0; w < wave_product::WAVES; w++) sum += lds.sums[w * ROWS * EACH + t];
-      lds.partial[t] = sum;
-    }
-    block_sync();
-    uint32_t r = t / EACH, c = t % EACH, column = s.block * ROUTER_COLS + c;
-    auto scale = [&](uint32_t row) { return a.norm ? rsqrt_exact(lds.partial[row * EACH + ROUTER_COLS] / (float)a.k + a.eps) : 1.0f; };
-    if (r < rows && c < ROUTER_COLS && column < s.n) ((float*)s.y)[(uint64_t)(first + r) * s.y_stride + column] = lds.partial[t] * scale(r);
-    uint32_t share = (a.k + blocks - 1) / blocks, from = s.block * share, end = from + share < a.k ? from + share : a.k;
-    uint32_t values = from < end ? end - from : 0u;
-    for (uint32_t j = t; a.h && j < rows * values; j += 256) {
-      uint32_t row = ONE ? 0u : j / values, i = from + (j - row * values);
-      float x = load_f32((const bf16*)a.x + (uint64_t)(first + row) * a.x_stride + i);
-      store_f32((bf16*)a.h + (uint64_t)(first + row) * a.k + i, load_f32((const bf16*)a.norm + i) * rounded<bf16>::of(x * scale(row)));
-    }
-    block_sync();
-  }
-}
 
 template <class T, class W> DEVICE void multiply_scalar(const step_gemv_args& a, const Segment& s, const Lds& lds) {
   if constexpr (!W::SCALED && sizeof(T) == 4) {
@@ -487,12 +377,13 @@ DEVICE void ask_bias(const step_router_args& p, const Lds& lds) {
 // Part ROUTER, by every block of segment 0 when its logits are stored: the last one to come picks the experts of all rows, of ONE as a block.
 static_assert(gemv::THREADS / 32 * routing::SCRATCH_WORDS * 4 <= X_UNITS * 16, "the picks of all waves work in the LDS of x");
 static_assert(routing::SCRATCH_WORDS * 4 <= ROUTER_SPAN * 16, "beside the bias");
-template <class T, bool ONE> DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds) {
+template <class T, bool ONE, bool HELD> DEVICE void route_last(const step_gemv_args& a, const Segment& s, const Lds& lds) {
   const step_router_args& p = a.part_router;
   uint32_t* words = (uint32_t*)lds.x;
   fence_device();
   block_sync();
   if (thread_id() == 0) words[0] = global_add((uint32_t*)p.arrivals, 1u);
+  if (HELD) store_held_h(a, s, lds);
   block_sync();
   if (words[0] + 1u != blocks_of<T>(a, 0)) return;
   fence_device();
@@ -565,10 +456,10 @@ template <class T, class W, bool ROUTER, bool ONE = false, uint32_t MOST = 8> DE
   }
   Segment s = segment_at(a, place_of<T>(a, product_block<ROUTER>(a, block_x())));
   if constexpr (SMALL && ROUTER) ask_bias(a.part_router, lds);
-  if constexpr (TILES) multiply_router<SMALL>(a, s, lds);
+  if constexpr (TILES) multiply_router<SMALL, RINGS>(a, s, lds);
   else if (ROUTER && s.index == 0) multiply_scalar<T, f32_weights>(a, s, lds);
   else multiply_scalar<T, W>(a, s, lds);
-  if (ROUTER && s.index == 0) route_last<T, SMALL>(a, s, lds);
+  if (ROUTER && s.index == 0) route_last<T, SMALL, RINGS>(a, s, lds);
 }
 
 }  // namespace step
@@ -598,6 +489,8 @@ LDS_KERNEL(step_gemv_router_bf16_q8g64, step_gemv_args, 256, 2, step::ROWS_LDS) 
 // Of more rows, on sm_90: the same bits.
 // LAUNCH step_gemv_many_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768 rows=12
 LDS_KERNEL(step_gemv_many_bf16_q8g64, step_gemv_args, 256, 2, step::MANY_LDS) { step::run<bf16, q8g64_weights, false, false, 12>(a); }
+// LAUNCH step_gemv_few_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 x_bytes=32768 rows=4
+LDS_KERNEL(step_gemv_few_bf16_q8g64, step_gemv_args, 256, 3, step::FEW_LDS) { step::run<bf16, q8g64_weights, false, false, 4>(a); }
 // LAUNCH step_gemv_router_many_bf16_q8g64 block=256 cols=32 cols_short=256 long_k=1024 router_cols=2 x_bytes=32768 rows=12
 LDS_KERNEL(step_gemv_router_many_bf16_q8g64, step_gemv_args, 256, 2, step::MANY_LDS) { step::run<bf16, q8g64_weights, true, false, 12>(a); }
 // Of one row of x: the same bits. a.narrow: half of cols a block.

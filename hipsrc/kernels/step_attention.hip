@@ -10,10 +10,12 @@
 // a group of 64 columns is applied to the group's sum for s, and to p, before it is rounded to T, for the output. Rows past counts[r] are
 // zeros of weight 0. Order of additions of s: four quarters (steps of 16 columns 8q .. 8q + 7, then step 32 + q), each ascending, group by group
 // where rows have scales; quarters ascending. Mass: a butterfly over n % 16, pass by pass. Output: n ascending in tiles of 16.
-// That of q8g64 rows and T = bf16 on sm_90: attend_groups.h. step_expand: splits ascending; o as decision 0004 with LANES = 4.
+// That of q8g64 rows and T = bf16 on sm_90: attend_groups.h, of several rows attend_rows.h.
+// step_expand: splits ascending; o as decision 0004 with LANES = 4.
 // Limits: latent <= 512, latent + rope <= 576, both multiples of 8, as are the offsets and strides of q; q8g64 rows: latent 512.
 #include "portable.h"
 #include "attend_groups.h"
+#include "attend_rows.h"
 #include "gemv.h"
 #include "row_format.h"
 #include "weight_format.h"
@@ -569,6 +571,7 @@ template <class T, uint32_t PER> DEVICE void step_expand(const step_expand_args&
 }  // namespace step_expansion
 
 #include "expand_rows.h"
+#include "expand_joined.h"
 
 // LAUNCH step_expand_f32 block=256 columns=128 splits_max=128 latent_max=512
 EARLY_KERNEL(step_expand_f32, step_expand_args, 256, 2) { step_expansion::step_expand<float, 2>(a); }
@@ -583,3 +586,10 @@ LDS_KERNEL(step_expand_many_bf16, step_expand_args, 256, 2, step_expansion::EXPA
 #else
 EARLY_KERNEL(step_expand_many_bf16, step_expand_args, 256, 2) { step_expansion::step_expand<bf16, 2>(a); }
 #endif
+// On sm_90: attention of more query rows in two launches, and wv for what they leave, in place of `partial`. Elsewhere nothing launches them.
+// LAUNCH step_weigh_bf16_q8g64 block=256 heads=32 split=64
+LDS_KERNEL(step_weigh_bf16_q8g64, step_join_args, 256, 2, attend_rows::WEIGH_LDS) { attend_rows::weigh(a); }
+// LAUNCH step_join_bf16_q8g64 block=256 heads=16 columns=64 splits_max=128
+LDS_KERNEL(step_join_bf16_q8g64, step_join_args, 256, 3, attend_rows::JOIN_LDS) { attend_rows::join(a); }
+// LAUNCH step_expand_joined_bf16 block=256 columns=128 rows=16
+LDS_KERNEL(step_expand_joined_bf16, step_expand_args, 256, 1, step_expansion::PRODUCT_LDS) { step_expansion::step_expand_joined(a); }

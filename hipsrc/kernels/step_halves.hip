@@ -75,10 +75,10 @@ template <class W, uint32_t MOST> DEVICE void run(const step_gemv_args& a) {
   if constexpr (RINGS) {
     wave_rows::Lds lds = wave_rows::rings_of<W, N>(lds_bytes());
     wave_rows::Walk<W, N> walk;
-    wave_rows::begin(walk, w, lds, at, row);
+    wave_rows::begin(walk, w, lds, at(0), row);
     previous_done();
-    wave_rows::product<2>(walk, w, at, lds, rows, row_of_x, {});
-    store<N>(a, turns, rows, word, [&](uint32_t wave, uint32_t r) { return wave_rows::sum_of<W, N>(w, lds, wave, r, {}); });
+    wave_rows::product<2, false>(walk, w, lds, rows, row_of_x, {}, false, [] {});
+    store<N>(a, turns, rows, word, [&](uint32_t wave, uint32_t r) { return wave_rows::sum_of<W, N, false>(w, lds, wave, r, {}); });
     return;
   }
 #endif
@@ -159,9 +159,9 @@ DEVICE void run_crowd(const step_gemv_args& a) {
   Weights w = half_of(a.k, 1, half, true);
   const bf16* from = (const bf16*)a.x + (uint64_t)first_row * a.x_stride + w.first;
   wave_crowd::products<N>(
-      w, {(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}, lds_bytes(), 1, rows,
-      [&](uint32_t, uint32_t i) { return column + i < last ? column + i : last; }, [&](uint32_t r) { return from + (uint64_t)r * a.x_stride; }, {},
-      [&](uint32_t, const auto& sum) {
+      w, {(const uint8_t*)a.codes[0], (const uint16_t*)a.scales[0]}, lds_bytes(), rows,
+      [&](uint32_t i) { return column + i < last ? column + i : last; }, [&](uint32_t r) { return from + (uint64_t)r * a.x_stride; },
+      [&](const auto& sum) {
         float* low = (float*)a.partial + (uint64_t)(2 * share * TEAMS + wave_crowd::team()) * N * COLS + tile_lane();
         wave_crowd::for_rows(rows, [&](uint32_t row) { low[half * TEAMS * N * COLS + row * COLS] = sum(row); });
         fence_device();
@@ -197,7 +197,7 @@ LDS_KERNEL(step_halves_many_bf16_q8g64, step_gemv_args, 256, 3, (wave_rows::LDS_
 // Wide products of several rows on one device, on sm_90: the same bits. Elsewhere it does nothing and is not launched.
 // LAUNCH step_halves_crowd_bf16_q8g64 block=768 cols=96 long_k=1024 rows=10
 #if defined(TILE_MMA)
-LDS_KERNEL(step_halves_crowd_bf16_q8g64, step_gemv_args, 768, 1, (wave_crowd::LDS_BYTES<step_halves::CROWD_ROWS, false>)) {
+LDS_KERNEL(step_halves_crowd_bf16_q8g64, step_gemv_args, 768, 1, wave_crowd::LDS_BYTES<step_halves::CROWD_ROWS>) {
   step_halves::run_crowd(a);
 }
 #else

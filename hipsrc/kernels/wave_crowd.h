@@ -1,6 +1,6 @@
-// wave_crowd.h - the products of wave_rows.h, q8g64, in blocks of TEAMS teams of 8 waves: the same bits. A team has sets of 32 columns, one after the
-// other. Wave w of each team has the runs i with i % 8 == w; these waves make the x of a run together, each a part of its rows, while they multiply
-// the run before, so that x is read and made once for TEAMS * 32 columns and waits for nobody. For targets with TILE_MMA.
+// wave_crowd.h - the products of wave_rows.h, q8g64, without a norm, in blocks of TEAMS teams of 8 waves: the same bits. A team has 32 columns. Wave
+// w of each team has the runs i with i % 8 == w; these waves make the x of a run together, each a part of its rows, while they multiply the run
+// before, so that x is read and made once for TEAMS * 32 columns and waits for nobody. For targets with TILE_MMA.
 // Rings, tiles and planes of x are those of wave_rows.h; a stage is a group, in which a wave also makes one row of x. One loop for all stages, its
 // addresses made by hand from few registers: 24 waves share a multiprocessor.
 #pragma once
@@ -21,13 +21,11 @@ DEVICE uint32_t team() { return tile_group() / WAVES; }
 DEVICE uint32_t lead() { return tile_group() % WAVES; }
 
 // LDS, from its start on: the rings and the scales of all waves; x of the runs at hand and of those after them in turn, and its scales; sums of the
-// waves; with a norm the lanes' sums of squares, and the waves'. N: rows of x.
+// waves. N: rows of x.
 constexpr uint32_t SCALES_AT = CROWD * wave_one::RING_BYTES, X_AT = SCALES_AT + CROWD * COLS * 8;
 template <uint32_t N> constexpr uint32_t SIDE_AT = X_AT + 2 * WAVES * wave_rows::X_WAVE<N>;
 template <uint32_t N> constexpr uint32_t SUMS_AT = SIDE_AT<N> + 2 * WAVES * N * RUN * 2 + 64;  // the last 64: of rows that there are not
-template <uint32_t N> constexpr uint32_t LANES_AT = SUMS_AT<N> + CROWD * N * COLS * 4;
-template <uint32_t N> constexpr uint32_t SQUARES_AT = LANES_AT<N> + WAVES * N * 32 * 4;
-template <uint32_t N, bool NORM> constexpr uint32_t LDS_BYTES = NORM ? SQUARES_AT<N> + WAVES * N * 4 : LANES_AT<N>;
+template <uint32_t N> constexpr uint32_t LDS_BYTES = SUMS_AT<N> + CROWD * N * COLS * 4;
 
 // Where this wave's copies come from: the next stage of this work-item's part of row load_row(0), from there to rows load_row(1), ..; scales of row
 // tile_lane() from the first group on.
@@ -97,45 +95,41 @@ DEVICE void add_group(float (&sum)[wave_rows::SETS<N>][4], uint8_t* memory, uint
   }
 }
 
-// This work-item's 8 values of row `slot` of a run go to its x, where they would be at `at` in row 0, and its sides; with a norm its squares are added
-// to `lanes`, if that is not null.
-DEVICE void put_row(const wave_rows::Asked<1>& asked, uint8_t* memory, uint32_t at, uint16_t* side, float* lanes, const Operand& o, uint32_t slot) {
+// This work-item's 8 values of row `slot` of a run go to its x, where they would be at `at` in row 0, and its sides; with a norm the squares of its
+// values are added to `square`.
+DEVICE void put_row(const wave_rows::Asked<1>& asked, uint8_t* memory, uint32_t at, uint16_t* side, float& square, const Operand& o, uint32_t slot) {
   float v[8];
   UNROLL
   for (uint32_t i = 0; i < 8; i++) v[i] = unit_value(asked.word[0], i);
   if (o.norm) {
-    float square = lanes ? *lanes : 0.0f;
     UNROLL
     for (uint32_t i = 0; i < 8; i++) {
       square = fma_f32(v[i], v[i], square);
       v[i] *= unit_value(asked.norm, i);
     }
-    if (lanes) *lanes = square;
   }
   at = (at ^ 2 * slot % 8 << 4) + 2 * slot * RUN_VALUES;
   put_codes<W>(memory + at, memory + (at ^ 16) + RUN_VALUES, side + slot * RUN + tile_lane() / 8, (int32_t*)nullptr, v);
 }
+DEVICE void put_row(const wave_rows::Asked<1>& asked, uint8_t* memory, uint32_t at, uint16_t* side, uint32_t slot) {
+  float none;
+  put_row(asked, memory, at, side, none, {}, slot);
+}
 
 // Rows that a wave makes of `rows`: team(), team() + TEAMS, ..
 DEVICE uint32_t mine_of(uint32_t rows) { return rows > team() ? (rows - team() + TEAMS - 1) / TEAMS : 0u; }
-// This work-item's sum of squares of the r-th of them.
-template <uint32_t N> DEVICE float* lanes_of(uint8_t* memory, uint32_t r) {
-  return (float*)(memory + LANES_AT<N>) + (lead() * N + team() + TEAMS * r) * 32 + tile_lane();
-}
 
-// x of the first run, at c, from row_of_x(matrix, r): row r < mine of this wave's. asked.norm: of that run, if there is a norm.
-template <uint32_t N, class X>
-DEVICE void put_first(wave_rows::Asked<1>& asked, const Weights& w, uint8_t* memory, uint32_t at, uint16_t* side, uint32_t mine, const X& row_of_x,
-                      const Operand& o, const Cursor& c) {
+// x of the first run, at c, from row_of_x(matrix, r): row r < mine of this wave's.
+template <class X>
+DEVICE void put_first(const Weights& w, uint8_t* memory, uint32_t at, uint16_t* side, uint32_t mine, const X& row_of_x, const Cursor& c) {
   wave_rows::Asked<STAGES> first;
+  wave_rows::Asked<1> asked;
   wave_rows::ask(first, w, row_of_x, 0, mine, c);
-  wave_rows::ask_norm(asked, w, o, c);
   ROLLED
   for (uint32_t r = 0; r < mine; r++) {
-    if (o.norm) *lanes_of<N>(memory, r) = 0.0f;
     UNROLL
     for (uint32_t j = 0; j < 4; j++) asked.word[0][j] = first.word[0][j];
-    put_row(asked, memory, at, side, lanes_of<N>(memory, r), o, team() + TEAMS * r);
+    put_row(asked, memory, at, side, team() + TEAMS * r);
     UNROLL
     for (uint32_t i = 0; i + 1u < STAGES; i++) {
       UNROLL
@@ -144,43 +138,30 @@ DEVICE void put_first(wave_rows::Asked<1>& asked, const Weights& w, uint8_t* mem
   }
 }
 
-// A set's sums of this wave into LDS, cleared for the next; squares: those of the lanes become those of the wave.
-template <uint32_t N> DEVICE void store_sums(uint8_t* memory, float (&sum)[wave_rows::SETS<N>][4], uint32_t mine, bool squares) {
-  float* of_wave = (float*)(memory + SUMS_AT<N>) + tile_group() * N * COLS;
+// A wave's sums of 32 columns go to `at`, [WAVES][N][COLS] of its team.
+template <uint32_t N> DEVICE void store_sums(float* at, const float (&sum)[wave_rows::SETS<N>][4]) {
+  float* of_wave = at + lead() * N * COLS;
   UNROLL
   for (uint32_t set = 0; set < wave_rows::SETS<N>; set++) {
     UNROLL
     for (uint32_t i = 0; i < 4; i++) {
       if (SET * set + part() < N) of_wave[(SET * set + part()) * COLS + load_row(i)] = sum[set][i];
-      sum[set][i] = 0.0f;
     }
   }
-  ROLLED
-  for (uint32_t r = 0; squares && r < mine; r++) {
-    float of_row[1] = {*lanes_of<N>(memory, r)};
-    lanes_sum<32>(of_row);
-    if (tile_lane() == 0) ((float*)(memory + SQUARES_AT<N>))[lead() * N + team() + TEAMS * r] = of_row[0];
-  }
 }
 
-// The sum of row r of this work-item's column, times the norm's scale.
-template <uint32_t N> DEVICE float total_of(uint8_t* memory, const Weights& w, const Operand& o, uint32_t r) {
-  const float* from = (const float*)(memory + SUMS_AT<N>) + (team() * WAVES * N + r) * COLS + tile_lane();
-  const float* of_row = (const float*)(memory + SQUARES_AT<N>) + r;
-  float total = from[0], square = o.norm ? of_row[0] : 0.0f;
+// The sum of row r of this work-item's column.
+template <uint32_t N> DEVICE float total_of(const float* at, uint32_t r) {
+  float total = at[r * COLS + tile_lane()];
   UNROLL
-  for (uint32_t i = 1; i < WAVES; i++) {
-    total += from[i * N * COLS];
-    if (o.norm) square += of_row[i * N];
-  }
-  return o.norm ? total * rsqrt_exact(square / (float)w.k + o.eps) : total * 1.0f;
+  for (uint32_t i = 1; i < WAVES; i++) total += at[(i * N + r) * COLS + tile_lane()];
+  return total;
 }
 
-// w: of one set; sets: of a team. row(set, i): index of the row of weights of column i < 32 of this team's set; x(r): row r < rows <= N of x;
-// out(set, sum): all work-items come there, sum(row) is an output of this work-item's column of the set. Waits for the launch before.
+// row(i): index of the row of weights of column i < 32 of this team's; x(r): row r < rows <= N of x. Then sum(row) is an output of this work-item's
+// column, where all work-items come: out(sum). Waits for the launch before.
 template <uint32_t N, class Row, class X, class Out>
-DEVICE void products(const Weights& w, const Matrix& matrix, uint8_t* memory, uint32_t sets, uint32_t rows, const Row& row, const X& x,
-                     const Operand& o, const Out& out) {
+DEVICE void products(const Weights& w, const Matrix& matrix, uint8_t* memory, uint32_t rows, const Row& row, const X& x, const Out& out) {
   static_assert(N <= ROWS_MAX, "each wave makes a row of x a stage");
   uint32_t turns = turns_in(w), mine = mine_of(rows);
   // Places of this work-item.
@@ -192,36 +173,30 @@ DEVICE void products(const Weights& w, const Matrix& matrix, uint8_t* memory, ui
   constexpr uint32_t X_TURN = WAVES * wave_rows::X_WAVE<N>;
   static_assert(X_AT % 256 == 0 && X_TURN % 256 == 0, "places inside a row's plane are turned by their lower bits");
   auto side_of = [&](uint32_t buffer) { return (uint16_t*)(memory + SIDE_AT<N>) + (buffer * WAVES + lead()) * (N * RUN); };
-  auto place = [&](uint32_t set) { return copies_of(w, matrix, lead(), [&](uint32_t i) { return row(set, i); }); };
-  Weights all = w;  // of x
-  all.matrices = turns <= 2 ? 1u : sets;  // that few runs stay where they are: both places hold all of x
   auto row_of_x = [&](uint32_t, uint32_t r) { return x(team() + TEAMS * r); };
-  auto ask = [&](uint32_t* word, uint32_t r, const Cursor& at) {  // this work-item's 8 values of one of the wave's rows
-    uint32_t from = at.run * RUN_VALUES + 8 * tile_lane();
+  auto ask = [&](uint32_t* word, uint32_t r, uint32_t run) {  // this work-item's 8 values of one of the wave's rows
+    uint32_t from = run * RUN_VALUES + 8 * tile_lane();
     UNROLL
     for (uint32_t i = 0; i < 4; i++) word[i] = 0u;
-    if (r < mine && at.matrix < all.matrices && from < w.k) load16(in_global(x(team() + TEAMS * r) + from), word);
+    if (r < mine && from < w.k) load16(in_global(x(team() + TEAMS * r) + from), word);
   };
-  auto next_of = [&](const Cursor& c) { return c.run + WAVES < turns * WAVES ? Cursor{c.matrix, c.run + WAVES} : Cursor{c.matrix + 1u, lead()}; };
-  Cursor c = {0, lead()};
-  Copies copies = place(0);
+  uint32_t run = lead();
+  Copies copies = copies_of(w, matrix, run, row);
   UNROLL
   for (uint32_t stage = 0; stage < DEPTH; stage++) {
-    copy_stage(copies, w, memory + copy_at + stage * STAGE_BYTES, scales, true, stage, c.run * RUN + stage);
+    copy_stage(copies, w, memory + copy_at + stage * STAGE_BYTES, scales, true, stage, run * RUN + stage);
   }
   previous_done();
   wave_rows::Asked<1> asked;
-  put_first<N>(asked, all, memory, put_at, side_of(0), mine, row_of_x, o, c);
-  ask(asked.word[0], 0, next_of(c));
-  wave_rows::ask_norm(asked, all, o, next_of(c));
+  put_first(w, memory, put_at, side_of(0), mine, row_of_x, {0, run});
+  ask(asked.word[0], 0, run + WAVES);
   some_sync(1 + lead(), TEAMS * 32);
   float sum[wave_rows::SETS<N>][4] = {};
   uint32_t buffer = 0;
   ROLLED
-  for (uint32_t left = sets * turns; left; left--) {
-    uint32_t before = c.run * RUN, groups = groups_in(w) > before ? groups_in(w) - before : 0u, scale[4][2];
-    Cursor after = next_of(c);
-    bool last = after.matrix != c.matrix;
+  for (uint32_t left = turns; left; left--) {
+    uint32_t before = run * RUN, groups = groups_in(w) > before ? groups_in(w) - before : 0u, scale[4][2];
+    bool last = left == 1u;
     uint16_t *side_now = side_of(buffer), *side_later = side_of(buffer ^ 1u);
     ROLLED
     for (uint32_t stage = 0; stage < STAGES; stage++) {
@@ -241,32 +216,22 @@ DEVICE void products(const Weights& w, const Matrix& matrix, uint8_t* memory, ui
         add_group<N>(sum, memory, stage_at + slot, x_now, side_now + part() * RUN + stage, factor, rows);
       }
       wave_sync();
-      if (stage + DEPTH == STAGES) {
-        if (last && after.matrix < sets) copies = place(after.matrix);
-        else copies.from += (WAVES - 1) * RUN_VALUES;
-      }
+      if (stage + DEPTH == STAGES) copies.from += (WAVES - 1) * RUN_VALUES;
       bool there = stage + DEPTH < STAGES;  // of this run
-      copy_stage(copies, w, memory + copy_at + slot, scales, there || after.matrix < sets, there ? stage + DEPTH : stage + DEPTH - STAGES,
-                 (there ? before : after.run * RUN - STAGES) + stage + DEPTH);
-      if (stage < mine && after.matrix < all.matrices) {
-        float* lanes = after.matrix ? nullptr : lanes_of<N>(memory, stage);
-        put_row(asked, memory, put_at + (buffer ^ 1u) * X_TURN, side_later, lanes, o, team() + TEAMS * stage);
-      }
+      copy_stage(copies, w, memory + copy_at + slot, scales, there || !last, there ? stage + DEPTH : stage + DEPTH - STAGES,
+                 (there ? before : before + WAVES * RUN - STAGES) + stage + DEPTH);
+      if (stage < mine && !last) put_row(asked, memory, put_at + (buffer ^ 1u) * X_TURN, side_later, team() + TEAMS * stage);
       bool more = stage + 1u < STAGES;
-      Cursor at = more ? after : next_of(after);
-      ask(asked.word[0], more ? stage + 1u : 0u, at);
-      if (!more) wave_rows::ask_norm(asked, all, o, at);
+      ask(asked.word[0], more ? stage + 1u : 0u, more ? run + WAVES : run + 2 * WAVES);
     }
     some_sync(1 + lead(), TEAMS * 32);  // the x of the next run is there, and nobody reads this one any more
-    if (last) {
-      store_sums<N>(memory, sum, mine, o.norm && c.matrix == 0);
-      block_sync();
-      out(c.matrix, [&](uint32_t r) { return total_of<N>(memory, w, o, r); });
-      if (after.matrix < sets) block_sync();
-    }
-    c = after;
-    buffer = turns == 1 ? 0u : buffer ^ 1u;
+    run += WAVES;
+    buffer ^= 1u;
   }
+  float* sums = (float*)(memory + SUMS_AT<N>) + team() * WAVES * N * COLS;
+  store_sums<N>(sums, sum);
+  block_sync();
+  out([&](uint32_t r) { return total_of<N>(sums, r); });
 }
 
 // f(row) for the rows that this wave of a team has the outputs of.

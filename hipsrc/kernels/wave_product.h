@@ -43,19 +43,9 @@ DEVICE float unit_value(const uint32_t* word, uint32_t i) { return float_of(i % 
 // the group. A scale is a power of two or NaN: its upper half says it all.
 DEVICE void put_scale(float* to, uint32_t bits) { *to = float_of(bits); }
 DEVICE void put_scale(uint16_t* to, uint32_t bits) { *to = (uint16_t)(bits >> 16); }
-template <class W, class S> DEVICE void put_codes(uint8_t* low, uint8_t* high, S* scale, int32_t* excess, const float* v) {
+// top: the largest magnitude of the group, as bits of f32; at least those of infinity if one is not finite.
+template <class W, class S> DEVICE void put_codes_below(uint8_t* low, uint8_t* high, S* scale, int32_t* excess, const float* v, uint32_t top) {
   bool first = tile_lane() % 8 == 0;
-  uint32_t top = 0;  // the largest magnitude, as bits of f32
-  UNROLL
-  for (uint32_t i = 0; i < 8; i++) {
-    uint32_t bits = bits_of(v[i]) & 0x7fffffffu;
-    top = bits > top ? bits : top;
-  }
-  UNROLL
-  for (uint32_t m = 1; m < 8; m <<= 1) {
-    uint32_t other = shuffle_xor(top, m);
-    top = other > top ? other : top;
-  }
   // The exponent of top, one more for the largest mantissas, so that |q| <= 32512 fits the planes; not so small that 2^e has no normal f32.
   uint32_t exponent = (top + 0x20000u) >> 23;
   exponent = exponent > 27u ? exponent : 27u;
@@ -84,6 +74,20 @@ template <class W, class S> DEVICE void put_codes(uint8_t* low, uint8_t* high, S
     }
     *(uint64_t*)(plane ? high : low) = bytes;
   }
+}
+template <class W, class S> DEVICE void put_codes(uint8_t* low, uint8_t* high, S* scale, int32_t* excess, const float* v) {
+  uint32_t top = 0;
+  UNROLL
+  for (uint32_t i = 0; i < 8; i++) {
+    uint32_t bits = bits_of(v[i]) & 0x7fffffffu;
+    top = bits > top ? bits : top;
+  }
+  UNROLL
+  for (uint32_t m = 1; m < 8; m <<= 1) {
+    uint32_t other = shuffle_xor(top, m);
+    top = other > top ? other : top;
+  }
+  put_codes_below<W>(low, high, scale, excess, v, top);
 }
 
 // This work-item's 8 values of row `row` of a run into LDS: bf16, or codes for scaled formats. A group is 8 work-items.

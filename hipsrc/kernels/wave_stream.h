@@ -39,14 +39,16 @@ template <class W, class Row> DEVICE Place place(const Weights& w, const Row& ro
 }
 
 // What a work-item reads and writes where, in bytes: its copies in a slot; weights of q4g64 in a stage by group of the stage; their x in the planes
-// of four rows by group % 2 and half of the group.
+// of four rows by group % 2 and half of the group; own: in the planes of one row, of group l / 8 (add_run_of_one).
 struct Lane {
-  uint32_t copy, weights[2], x[2][2];
+  uint32_t copy, weights[2], x[2][2], own;
 };
 template <class W> DEVICE Lane lane_of() {
   uint32_t lane = tile_lane();
   Lane l;
   l.copy = wave_one::place_in_stage(load_row(0), part());
+  uint32_t plane = lane / 4 % 2, first_unit = lane / 8 * 4 + lane % 4 / 2;
+  l.own = plane * RUN_VALUES + ((first_unit ^ wave_rows::turned<W>(plane)) << 4) + lane % 2 * 8;
   UNROLL
   for (uint32_t i = 0; i < 2; i++) {
     l.weights[i] = wave_one::place_in_stage(lane % 16, 2 * i + lane / 16);
@@ -210,6 +212,73 @@ DEVICE void add_run(wave_rows::Walk<W, wave_rows::SET>& walk, const Ring& ring, 
     next_slot<DEPTH>(slot);
   }
 }
+// Four values of each of four neighbours: v[i] of neighbour j becomes v[j] of neighbour i.
+DEVICE void turn_four(int32_t (&v)[4]) {
+  UNROLL
+  for (uint32_t bit = 1; bit < 4; bit <<= 1) {
+    bool upper = tile_lane() & bit;
+    UNROLL
+    for (uint32_t i = 0; i < 4; i++) {
+      if (i & bit) continue;
+      int32_t other = (int32_t)shuffle_xor((uint32_t)(upper ? v[i] : v[i | bit]), bit);
+      v[i] = upper ? other : v[i];
+      v[i | bit] = upper ? v[i | bit] : other;
+    }
+  }
+}
+
+// As add_run for q4g64 and one row of x, with the sum of column load_row(part()) in `sum`. Column 2 g + plane of the matrix tiles is that plane of
+// group g of x, and zero while other groups are added, so that four groups are in the same registers at the end, and what is done with their sums
+// is done once for all. A code in the upper half of a byte is added as 16 times itself.
+template <uint32_t DEPTH, uint32_t SLOTS, class Refill>
+DEVICE void add_run_of_one(float& sum, const Ring& ring, const Lane& lane, const wave_rows::Lds& x, uint32_t& slot, uint32_t groups,
+                           const Refill& refill) {
+  copies_wait<DEPTH - 1>();
+  wave_sync();
+  uint32_t codes[RUN][2][4], own[2][2], x_scale[2];
+  const uint8_t *stages = ring.units + slot * UNIT_BYTES, *planes = (const uint8_t*)x.one.x + tile_group() * wave_rows::X_WAVE<SLOTS>;
+  UNROLL
+  for (uint32_t i = 0; i < RUN; i++) load_codes(codes[i], lane, i, stages + i / 2 * wave_one::STAGE_BYTES<2>);
+  uint64_t scales = ring.scales[slot * COLS + load_row(part())];
+  UNROLL
+  for (uint32_t half = 0; half < 2; half++) wave_one::load_pair(planes + (lane.own ^ 32u * half), own[half]);
+  uint32_t side = wave_rows::side_of<SLOTS>(x, 0);
+  wave_one::load_pair((const uint8_t*)(x.x_scale + side), x_scale);
+  int32_t less = x.one.x_sum[side + part()];
+  wave_sync();
+  refill(slot);
+  next_slot<DEPTH>(slot);
+  int32_t d[2][2][4] = {};  // [tile][half of the byte]
+  UNROLL
+  for (uint32_t i = 0; i < RUN; i++) {
+    bool mine = tile_lane() / 8 == i;
+    UNROLL
+    for (uint32_t odd = 0; odd < 2; odd++) {
+      uint32_t b[2] = {mine ? own[0][odd] : 0u, mine ? own[1][odd] : 0u};
+      UNROLL
+      for (uint32_t tile = 0; tile < 2; tile++) {
+        uint32_t a[4];
+        UNROLL
+        for (uint32_t j = 0; j < 4; j++) a[j] = codes[i][tile][j] & (odd ? 0xf0f0f0f0u : 0x0f0f0f0fu);
+        mma_16x8x32_unsigned(d[tile][odd], a, b);
+      }
+    }
+  }
+  int32_t all[4];
+  UNROLL
+  for (uint32_t i = 0; i < 4; i++) {
+    auto both = [&](const int32_t* planes) { return (int32_t)((uint32_t)planes[1] << 8) + planes[0]; };
+    all[i] = both(d[i / 2][0] + i % 2 * 2) + (both(d[i / 2][1] + i % 2 * 2) >> 4) - less;
+  }
+  turn_four(all);
+  UNROLL
+  for (uint32_t i = 0; i < RUN; i++) {
+    float factor = f16_value((uint16_t)(scales >> (16 * i))) * float_of(i % 2 ? x_scale[i / 2] & 0xffff0000u : x_scale[i / 2] << 16);
+    if (i < groups) sum = fma_f32((float)all[i], factor, sum);
+  }
+  wave_sync();
+}
+
 DEVICE uint32_t groups_of_run(const Weights& w, uint32_t run) { return groups_in(w) > run * RUN ? groups_in(w) - run * RUN : 0u; }
 
 }  // namespace wave_stream

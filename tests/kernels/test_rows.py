@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 from glm53.check.case import Bench, draw, round_to
+from glm53.check.cases_selection import SPACE_OFFSETS, place_rows
 from glm53.check.cases_step import put_halves, put_matrix
+from glm53.check.reference_rows import row_bits
 from glm53.check.reference_step import draw_weights
 from glm53.check.reference_step_experts import draw_weights as draw_experts
 from glm53.hip import Array, Device
 from glm53.ops import step, step_attention, step_experts
 from glm53.ops.step import Epilogue, Segment
-from glm53.spec import DType, WeightFormat
+from glm53.spec import DType, RowFormat, Space, WeightFormat
 
 F32, BF16 = DType.F32, DType.BF16
 Q8, Q4 = WeightFormat.Q8G64, WeightFormat.Q4G64
 ROWS = (2, 4, 5, 8, 9, 12, 13, 20)
+HISTORY = 150  # rows that a plan refers to
 
 
 def compare_with_single_rows(rows: int, product: Callable[[slice], np.ndarray]) -> None:
@@ -55,10 +58,10 @@ def test_gemv(device: Device, k: int, rows: int, normed: bool) -> None:
         compare_with_single_rows(rows, product)
 
 
-@pytest.mark.parametrize("rows", [5, 10, 13])
-def test_gemv_of_many_columns(device: Device, rows: int) -> None:
-    """More columns than blocks that run at once have, of a head: sets one after the other; the last set of a block is not whole."""
-    k, n = 1088, 13_000
+@pytest.mark.parametrize("rows", [2, 5, 11, 12])
+@pytest.mark.parametrize(("k", "n"), [(1088, 13_000), (6144, 9_000)])
+def test_gemv_of_many_columns(device: Device, k: int, n: int, rows: int) -> None:
+    """More columns than blocks that run at once have, of a head: sets one after the other, the last one of all not whole; rows in shares."""
     x, norm = values(1, (rows, k)), draw(2, (k,), BF16)
     with Bench(device) as bench:
         weight, scale = put_matrix(bench, draw_weights(3, (n, k), Q8)), bench.put(norm, BF16)
@@ -67,6 +70,28 @@ def test_gemv_of_many_columns(device: Device, rows: int) -> None:
             sums = bench.poison(F32, (len(x[some]), n))
             step.gemv(bench.stream, bench.put(x[some], BF16), [Segment(weight, sums, Epilogue.STORE_F32)], norm=scale, eps=1e-5)
             return bench.bits(sums)
+
+        compare_with_single_rows(rows, product)
+
+
+@pytest.mark.parametrize("rows", [2, 8, 10, 23])
+@pytest.mark.parametrize("k", [1088, 7232])
+def test_router(device: Device, k: int, rows: int) -> None:
+    """Logits, h, the experts picked and what is beside them; 7,232 values of f32 weights are more than a block has room for at once."""
+    experts, slots, n = 63, 8, 48
+    x, norm = values(1, (rows, k)), draw(2, (k,), BF16)
+    with Bench(device) as bench:
+        router, gate_up = put_matrix(bench, draw_weights(3, (experts, k), WeightFormat.F32)), put_matrix(bench, draw_weights(4, (2 * n, k), Q8))
+        scale, bias, arrivals = bench.put(norm, BF16), bench.put(draw(5, (experts,), F32), F32), bench.put(np.zeros(1, np.uint32), DType.U32)
+
+        def product(some: slice) -> np.ndarray:
+            count = len(x[some])
+            logits, act, h = bench.poison(F32, (count, experts)), bench.poison(BF16, (count, n)), bench.poison(BF16, (count, k))
+            ids, weights = bench.poison(DType.I32, (count, slots)), bench.poison(F32, (count, slots))
+            segments = [Segment(router, logits, Epilogue.STORE_F32), Segment(gate_up, act, Epilogue.SILU)]
+            part = step.RouterPart(bias, ids, weights, arrivals, n_group=1, topk_group=1, normalise=True, scaling=2.5)
+            step.gemv(bench.stream, bench.put(x[some], BF16), segments, norm=scale, eps=1e-5, h=h, part=part)
+            return np.concatenate([bench.bits(y).view(np.uint16) for y in (logits, act, h, ids, weights)], axis=1)
 
         compare_with_single_rows(rows, product)
 
@@ -153,6 +178,45 @@ def test_expand(device: Device, rows: int, v: int, latent: int, splits: int) -> 
             o = bench.poison(BF16, (len(partial[some]), heads, v))
             step_attention.expand(bench.stream, held, bench.put(counts[some]), wv, o)
             return bench.bits(o).reshape(o.shape[0], -1)
+
+        compare_with_single_rows(rows, product)
+        assert not product(slice(rows - 1, rows)).any()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("heads, rope, splits", [(5, 64, 3), (36, 40, 11), (64, 64, 3)])
+def test_attend_expand(device: Device, rows: int, heads: int, rope: int, splits: int) -> None:
+    """Rows of few and of all splits, and one of none; heads and columns of v that fill no block."""
+    rng, latent, nope, v, k = np.random.default_rng(rows), 512, 24, 136, 64 * splits - 5
+    counts = rng.integers(1, k + 1, rows).astype(np.int32)
+    counts[0], counts[-1] = k, 0
+    raw, _ = row_bits(draw(1, (HISTORY, latent + rope), BF16), latent, RowFormat.Q8G64)
+    q_latent, q = draw(2, (rows, heads, latent), BF16, 0.3), draw(3, (rows, heads, nope + rope), BF16, 0.3)
+    with Bench(device) as bench:
+        refs, plan = place_rows(bench, raw), np.full((rows, k), 1 << 44, np.uint64)
+        for row, count in enumerate(counts):
+            plan[row, :count] = refs[rng.integers(0, len(Space), count), rng.integers(0, HISTORY, count)]
+        wv = put_matrix(bench, draw_experts(4, (heads, v, latent), Q8))
+
+        def product(some: slice) -> np.ndarray:
+            count = len(q[some])
+            partials = step_attention.Partials(*(bench.poison(DType.F32, (count, heads, splits, *of)) for of in ((latent,), (), ())))
+            o = bench.poison(BF16, (count, heads, v))
+            step_attention.attend_expand(
+                bench.stream,
+                bench.put(q_latent[some], BF16),
+                bench.put(q[some], BF16),
+                bench.put(plan[some]),
+                bench.put(counts[some]),
+                partials,
+                wv,
+                o,
+                offsets=SPACE_OFFSETS,
+                row_format=RowFormat.Q8G64,
+                rope_offset=nope,
+                scale=(nope + rope) ** -0.5,
+            )
+            return bench.bits(o).reshape(count, -1)
 
         compare_with_single_rows(rows, product)
         assert not product(slice(rows - 1, rows)).any()
