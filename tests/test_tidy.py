@@ -16,6 +16,7 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX = 600, 80
 LAYERS = {
     "glm53": {"engine", "request", "sampling"},  # lazily, for `from glm53 import Engine`
     "glm53.errors": set(),
+    "glm53.heap": set(),
     "glm53.spec": set(),
     "glm53.partialfile": {"errors"},
     "glm53.sessionfile": {"partialfile", "errors"},
@@ -60,7 +61,21 @@ LAYERS = {
     "glm53.cli_session": {"engine", "session", "request", "sessionfile", "options", "report", "config", "sampling", "errors"},
     "glm53.chat": {"engine", "session", "request", "persist", "sampling", "tokenizer", "errors"},
     "glm53.cli_chat": {"chat", "cli_session", "engine", "options", "report", "config", "sampling", "tokenizer", "errors"},
-    "glm53.serve": {"engine", "prices", "served", "session", "sessionfile", "request", "kv", "sched", "grammar", "sampling", "tokenizer", "errors"},
+    "glm53.serve": {
+        "engine",
+        "heap",
+        "prices",
+        "served",
+        "session",
+        "sessionfile",
+        "request",
+        "kv",
+        "sched",
+        "grammar",
+        "sampling",
+        "tokenizer",
+        "errors",
+    },
     "glm53.cli_serve": {"serve", "engine", "options", "report", "config", "errors"},
     "glm53.__main__": {"cli"},
     "glm53.cli": {

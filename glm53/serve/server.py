@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 
+from glm53 import heap
 from glm53.engine import Engine
 from glm53.errors import InputError
 from glm53.serve.api import Api, ServeConfig
@@ -114,6 +115,7 @@ def serve(
             except _Interrupted:
                 return
             api.start(engine)
+            heap.settle()
             stats = api.stats()
             lines = asyncio.ensure_future(stats.run()) if log_stats else None
             ready(engine)
