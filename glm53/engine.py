@@ -5,8 +5,9 @@
         print(engine.generate("In the beginning", SamplingParams(temperature=0)).text)
 
 One engine drives one device, or two that share a model's layers between them (`devices=(0, 1)`). Several threads may use it: their steps take
-turns, and their requests together need at most `sessions_max` sessions. Greedy or sampled, a request's tokens depend on its prompt, its parameters,
-the chunk size class of its prompt rows and the weights alone, never on the requests beside it or on the number of devices.
+turns, and their requests together need at most `sessions_max` sessions; those of one call wait for the ones that were free when it began. Greedy or
+sampled, a request's tokens depend on its prompt, its parameters, the chunk size class of its prompt rows and the weights alone, never on the requests
+beside it or on the number of devices.
 """
 
 from __future__ import annotations
@@ -391,7 +392,7 @@ class Engine:
             done += count
 
     def _run(self, requests: list[Request]) -> Iterator[Chunk]:
-        queue = Queue(self.sessions_max, self.config.prefill_chunk_rows)
+        queue = Queue(max(1, self.stage.first.keys.free_slots), self.config.prefill_chunk_rows)  # beside its callers' own sessions
         batch = Batch(queue, {queue.add(len(request.prompt)): request for request in requests})
         try:
             while (action := queue.next()) is not None:

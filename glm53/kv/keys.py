@@ -37,6 +37,11 @@ class KeyStore:
         """Extents of all sessions."""
         return self._store.pool
 
+    @property
+    def free_slots(self) -> int:
+        """Sessions that may be opened beside those that are open."""
+        return self.tables.shape[0] - len(self._rows)
+
     def open(self, slot: int) -> int:
         """A new, empty history in this slot, which it returns. Raises InputError when all are in use."""
         self._store.open(slot)

@@ -180,6 +180,7 @@ def per_head(stream: Stream, x: Array, weight: Matrix, y: Array, part: Part | No
     _require_units(d, "x", x)
     d.require(k <= columns, f"weight dim 2 is {k}, expected at most columns={columns} (bound by x dim 2)")
     d.require(part is None or isinstance(part, GivePart | FetchPart), f"part is {type(part).__name__}, expected GivePart or FetchPart")
+    d.require(not isinstance(part, GivePart) or part.tells is None, "part has tells, expected None: products of heads do not tell")
     args = step_gemv_args(x=x.address, x_batch_stride=columns, y_batch_stride=n, x_stride=heads * columns, rows=d["rows"], k=k)
     args.wide = int(k >= LONG_K)
     _bind_matrix(d, args, 0, weight)

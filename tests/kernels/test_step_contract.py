@@ -123,6 +123,9 @@ def test_per_head_limits(device: Device, make: Make) -> None:
     with pytest.raises(ContractError, match="part is RouterPart, expected GivePart or FetchPart"):
         part = step_parts.RouterPart(make(F32, 8), make(DType.I32, 2, 2), make(F32, 2, 2), make(DType.U32, 1), 1, 1, True, 1.0)
         step.per_head(stream, x, Matrix.plain(make(BF16, 3, 8, 40)), y, part)
+    with pytest.raises(ContractError, match="part has tells, expected None"):
+        give = step_parts.GivePart(step_give_args(rows=2, k=8), 2, tells=make(DType.U32, 2))
+        step.per_head(stream, x, Matrix.plain(make(BF16, 3, 8, 40)), y, give)
 
 
 def test_parts_are_matched(device: Device, make: Make) -> None:

@@ -75,6 +75,20 @@ def test_chunk_size_leaves_every_bit_alone(make_checkpoint: Callable[..., Path])
         np.testing.assert_array_equal(logits, reference[1], err_msg=f"chunk {chunk}")
 
 
+@pytest.mark.parametrize("tier", ["host", "resident"])
+def test_requests_wait_for_the_slots_that_sessions_leave(make_checkpoint: Callable[..., Path], tier: str) -> None:
+    prompts, greedy = [[1, 2, 3], [4, 5], [6]], SamplingParams(temperature=0.0, max_tokens=4)
+    with Engine.open(make_checkpoint(seed=3), dtype="f32", kv_tier=tier, sessions_max=3, context_rows_max=512) as engine:
+        want = [done.token_ids for done in engine.generate(prompts, greedy)]
+        with engine.session() as first, engine.session() as second:
+            first.prefill([7, 8])
+            assert [done.token_ids for done in engine.generate(prompts, greedy)] == want
+            with engine.session(), pytest.raises(InputError, match="all 3 sessions are in use; close one first"):
+                engine.generate(prompts, greedy)
+            assert not second.tokens
+        assert [done.token_ids for done in engine.generate(prompts, greedy)] == want
+
+
 def test_extent_size_leaves_every_bit_alone(make_checkpoint: Callable[..., Path]) -> None:
     path = make_checkpoint(seed=3)
     ids = [(i * 37 + 11) % 512 for i in range(150)]
