@@ -15,6 +15,7 @@ from glm53.model.forward import Walk
 from glm53.model.sampler import DrawRow
 from glm53.model.weights import LayerWeights, MoeWeights
 from glm53.ops.matrix import Matrix
+from glm53.ops.step_parts import FetchPart
 from glm53.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 30, ignore_eos=True)
@@ -78,8 +79,8 @@ def experts_hit(run: Run) -> list[int]:
     step, found = run.engine.step.layers, []
     original = step._experts
 
-    def watched(layer: LayerWeights, mlp: MoeWeights, row_count: int) -> Walk:
-        yield from original(layer, mlp, row_count)
+    def watched(layer: LayerWeights, mlp: MoeWeights, row_count: int, part: FetchPart | None) -> Walk:
+        yield from original(layer, mlp, row_count, part)
         ids = step.work.cut("expert_ids", row_count).numpy(run.engine.stage.first.stream)
         found.append(len(np.unique(ids)))
 

@@ -19,7 +19,7 @@ from glm53.check.cases_weights import put_matrix
 from glm53.check.compare import Comparison, compare, worst_of
 from glm53.hip import Array, Device
 from glm53.mem.extents import ExtentShape
-from glm53.ops import step, step_parts
+from glm53.ops import step, step_experts, step_parts
 from glm53.ops.hotcache import FetchList
 from glm53.ops.matrix import Matrix, WeightFormat
 from glm53.ops.rows import FetchPlanes, fetch_list_args
@@ -305,10 +305,27 @@ def add_wide(bench: Bench, part: step_parts.FetchPart | None) -> Array:
     return y
 
 
-def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device: Device, added: bool = False) -> Comparison:
+def act_of_experts(bench: Bench, part: step_parts.FetchPart | None, dtype: DType = DType.BF16) -> Array:
+    """Routed experts of three rows of 1,088 values, two of five experts a row, 72 columns."""
+    x, ids = bench.put(draw(1, (3, 1088)), dtype), bench.put(i32([[4, 1], [1, 0], [2, 4]]))
+    weight, _ = put_matrix(bench, draw(2, (5, 144, 1088)), WeightFormat.Q4G64)
+    act = bench.poison(dtype, (3, 2, 72))
+    step_experts.experts(bench.stream, x, ids, weight, act, part)
+    return act
+
+
+# What part FETCH runs beside; the outputs are the same without it.
+_BESIDE: dict[str, Callable[[Bench, step_parts.FetchPart | None], Array]] = {
+    "added": add_wide,
+    "experts": act_of_experts,
+    "experts-f32": partial(act_of_experts, dtype=DType.F32),
+}
+
+
+def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device: Device, beside: str | None = None) -> Comparison:
     """Part FETCH: the lists of all rounds, dealt over few blocks; planes 1 and 2 of host rows into hot slots and staging rows; all bytes compared.
 
-    added: beside a wide product in halves of k, which is the same without the part.
+    beside: one of _BESIDE.
     """
     k, layers, source_rows = 12, 3, 50
     rng, starts = np.random.default_rng(row_bytes + blocks), i32([2 * i for i in range(len(counts) + 1)])
@@ -329,9 +346,9 @@ def run_fetch_part(row_bytes: int, counts: tuple[int, ...], blocks: int, device:
         plane_bytes = want[0, 0].nbytes
         planes = FetchPlanes(staging, 1, plane_bytes, plane_bytes, row_bytes)
         part = step_parts.FetchPart(fetch_list_args(fetch, bench.put(starts), range(1, layers), planes, k, blocks), blocks, len(counts))
-        if added:
-            sums = [bench.read(add_wide(bench, beside)) for beside in (None, part)]
-            compare("sums", sums[1], sums[0])
+        if beside is not None:
+            outputs = [bench.read(_BESIDE[beside](bench, some)) for some in (None, part)]
+            compare(beside, outputs[1], outputs[0])
         else:
             x, weight, y = product_beside(bench)
             step.gemv(bench.stream, x, [step.Segment(weight, y)], part=part)
@@ -357,8 +374,8 @@ CASES = [
         _case(f"fetch-part-{size}-b{blocks}", partial(run_fetch_part, size, (5, 0, 24, 1, 3), blocks))
         for size, blocks in ((656, 3), (1152, 1), (16, 4))
     ),
-    _case("fetch-part-656-added", partial(run_fetch_part, 656, (5, 0, 24, 1, 3), 16, added=True)),
-    _case("fetch-part-656-added-one-list", partial(run_fetch_part, 656, (24,), 16, added=True)),
+    *(_case(f"fetch-part-656-{beside}", partial(run_fetch_part, 656, (5, 0, 24, 1, 3), 16, beside=beside)) for beside in _BESIDE),
+    *(_case(f"fetch-part-656-{beside}-one-list", partial(run_fetch_part, 656, (24,), 7, beside=beside)) for beside in _BESIDE),
     _case("give-rules", run_rules),
     _case("give-wide-k300", partial(run_wide, 300, 3, 2000)),
     _case("give-wide-k1025-overflow", partial(run_wide, 1025, 2, 1030)),

@@ -26,8 +26,9 @@ from glm53.spec import DType, Offsets
 
 Runs = Sequence[tuple[int, int]]  # (session, query rows) in the order of the rows
 # Extra blocks that fetch, 24 KiB in flight each; those that a short list leaves without rows end at once. Beside absorption there is room for many; o
-# leaves room for 12 on an H200: many more would wait for blocks of products to end, or make those wait.
-LEADER_BLOCKS, FOLLOWER_BLOCKS = 64, 16
+# of one row leaves room for 12 on an H200: many more would wait for blocks of products to end, or make those wait. Experts of several rows have as
+# many blocks less, and take so long that few suffice.
+LEADER_BLOCKS, FOLLOWER_BLOCKS, SEVERAL_BLOCKS = 64, 16, 8
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class HostStep:
         return GivePart(args, row_count, self._stored)
 
     def fetch(self, layer: int, row_count: int) -> FetchPart | None:
-        """The leader's misses beside its absorption, those of each follower beside the o of the layer before."""
+        """The leader's misses beside its absorption; those of each follower beside the o, or of several rows the experts, of the layer before."""
         tier, rounds = self.tier, self.rows.rounds(row_count)
         layers = tier.layout.groups[self._group(layer)]
         if self.gathers_on_host:
@@ -199,7 +200,7 @@ class HostStep:
         )
         starts = self.rows.round_starts.slice(0, rounds + 1)
         leads = layer == layers[0]
-        blocks = LEADER_BLOCKS if leads else FOLLOWER_BLOCKS
+        blocks = LEADER_BLOCKS if leads else FOLLOWER_BLOCKS if row_count == 1 else SEVERAL_BLOCKS
         args = rows.fetch_list_args(tier.fetch_list, starts, range(layer, layer + 1), places, tier.config.topk, blocks)
         return FetchPart(args, blocks, rounds, self._stored if leads else None)
 

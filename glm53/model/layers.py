@@ -90,7 +90,7 @@ class LayerSteps:
             yield from self.store_rows(index, layer, row_count)
             yield from self.choose(index, layer, row_count)
         yield from self.attend(index, layer, row_count)
-        yield from self.mlp(layer, row_count)
+        yield from self.mlp(layer, row_count, self._fetch_ahead(index, row_count) if self._fetches_beside_experts(layer, row_count) else None)
 
     def project(self, layer: LayerWeights, row_count: int) -> None:
         """What a layer makes of norm(x) first: qr, on the owner the history row, on a full layer index key and gates."""
@@ -168,7 +168,8 @@ class LayerSteps:
         )
         heads = self.work.cut("o", row_count, (spec.n_heads * spec.v_head_dim,))
         whole_k = self.model.n_heads * spec.v_head_dim
-        yield from self._add(heads, layer.o, row_count, whole_k, self._fetch_ahead(index, row_count))
+        part = None if self._fetches_beside_experts(layer, row_count) else self._fetch_ahead(index, row_count)
+        yield from self._add(heads, layer.o, row_count, whole_k, part)
 
     def _with_rows(self, index: int, layer: LayerWeights, segments: list[Segment], row_count: int, turn: int = 0) -> Walk:
         """Products of the normed q_a output; beside them the history rows are stored, which pass from the owner to the peer."""
@@ -228,9 +229,14 @@ class LayerSteps:
             return None
         return self.tier.fetch(following, row_count)
 
-    def mlp(self, layer: LayerWeights, row_count: int) -> Walk:
-        """x += MLP(norm(x))"""
-        yield from self._dense(layer, layer.mlp, row_count) if isinstance(layer.mlp, DenseWeights) else self._experts(layer, layer.mlp, row_count)
+    def _fetches_beside_experts(self, layer: LayerWeights, row_count: int) -> bool:
+        """Whether the next layer's misses come beside a layer's experts, which take longer than those of several rows do, or beside its o."""
+        return row_count > 1 and isinstance(layer.mlp, MoeWeights)
+
+    def mlp(self, layer: LayerWeights, row_count: int, part: FetchPart | None = None) -> Walk:
+        """x += MLP(norm(x)); part: beside the routed experts."""
+        mlp = layer.mlp
+        yield from self._dense(layer, mlp, row_count) if isinstance(mlp, DenseWeights) else self._experts(layer, mlp, row_count, part)
 
     def _add(self, x: Array, weight: Matrix, row_count: int, whole_k: int, part: FetchPart | None = None) -> Walk:
         """x of the step += x @ weight^T, the sums of both halves of k added last. whole_k: columns of the model's weight."""
@@ -255,7 +261,7 @@ class LayerSteps:
         step.gemv(self.stream, x, [Segment(mlp.gate_up, act, Epilogue.SILU)], norm=layer.post_norm, eps=self.spec.rms_norm_eps)
         yield from self._add(act, mlp.down, row_count, self.model.dense_width)
 
-    def _experts(self, layer: LayerWeights, mlp: MoeWeights, row_count: int) -> Walk:
+    def _experts(self, layer: LayerWeights, mlp: MoeWeights, row_count: int, part: FetchPart | None) -> Walk:
         """x += routed experts of h + shared expert of h, h = norm(x)"""
         spec, stream = self.spec, self.stream
         cut = partial(self.work.cut, rows=row_count)
@@ -274,7 +280,7 @@ class LayerSteps:
         segments = [Segment(mlp.router, cut("router"), Epilogue.STORE_F32), Segment(mlp.shared.gate_up, shared, Epilogue.SILU)]
         step.gemv(stream, x, segments, norm=layer.post_norm, eps=spec.rms_norm_eps, h=h, part=router)
         act = cut("expert_act")
-        step_experts.experts(stream, h, ids, mlp.gate_up, act)
+        step_experts.experts(stream, h, ids, mlp.gate_up, act, part)
         if self.pair is None:
             step_experts.down(stream, act, ids, weights, mlp.down, shared, mlp.shared.down, x, x, self.halves)
             return

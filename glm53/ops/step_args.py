@@ -176,7 +176,7 @@ class step_gemv_args(Args):
 
 class step_experts_args(Args):
     """act[p, j] = T(T(silu(gate)) * up) of pair p = row * slots + slot at expert ids[p], with gate and up in T. Grid: (pairs, blocks of columns), or
-    (blocks that share the work, at least as many as pairs)."""
+    (blocks that share the work, at least as many as pairs). part_blocks of FETCH come before those; in a grid of pairs they fill whole columns."""
 
     _fields_ = [
         ("x", c_void_p),  # [rows, k] T, normed
@@ -190,8 +190,11 @@ class step_experts_args(Args):
         ("n", c_uint32),
         ("k", c_uint32),
         ("format", c_uint32),
-        ("blocks", c_uint32),  # of the launch, where they share the work
+        ("blocks", c_uint32),  # of products, where they share the work
+        ("part_blocks", c_uint32),  # of part FETCH
+        ("rounds", c_uint32),
         ("_pad", c_uint32),
+        ("part_fetch", fetch_args),
     ]
 
 

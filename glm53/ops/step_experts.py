@@ -15,6 +15,7 @@ from glm53.ops.matrix import GROUP, Matrix
 from glm53.ops.step import SumMail, kernel_for
 from glm53.ops.step_args import step_down_args, step_experts_args
 from glm53.ops.step_blocks import blocks_at_once
+from glm53.ops.step_parts import FetchPart, bind_fetch
 from glm53.spec import DType, WeightFormat
 
 _T = (DType.F32, DType.BF16)
@@ -64,12 +65,13 @@ def _scales(matrix: Matrix) -> int | None:
     return None if matrix.scales is None else matrix.scales.address
 
 
-def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) -> None:
+def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array, part: FetchPart | None = None) -> None:
     """act[r, s] = T(T(silu(gate)) * up), gate and up = T(x[r] @ w^T) with the gate and the up rows of expert ids[r, s].
 
     x [rows, k] T, ids [rows, slots] i32, weight [experts, 2 * n, k] (n gate rows, then n up rows), act [rows, slots, n] T. An id outside
     [0, experts) gives zeros. Formats: T f32: f32, bf16, q4g64; T bf16: bf16, q8g64, q4g64, with k a multiple of 8 from 64 on, x and codes at
-    multiples of 16 bytes. At most 65,535 pairs and 16,384 experts; fast for few rows. Raises ContractError. Source: as matmul and silu_mul round.
+    multiples of 16 bytes. At most 65,535 pairs and 16,384 experts; fast for few rows. part: FETCH runs in blocks beside the products of two rows and
+    more. Raises ContractError. Source: as matmul and silu_mul round.
     """
     d = Dims("step_experts")
     d.match("x", x, "rows", "k", dtype=_T)
@@ -100,10 +102,17 @@ def experts(stream: Stream, x: Array, ids: Array, weight: Matrix, act: Array) ->
         k=d["k"],
         format=weight.format,
     )
-    pairs = d["rows"] * d["slots"]
-    args.blocks = max(_blocks_that_share(stream, name), pairs)  # so that no share is longer than the columns of a turn
-    grid = (args.blocks, 1, 1) if _blocks_that_share(stream, name) else (pairs, ceil_div(d["n"], stream.device.kernel(name).constants["cols"]), 1)
-    launch(stream, name, grid, args)
+    if part is not None:
+        d.require(d["rows"] > 1, "part is given beside one row of x, expected None; next: FETCH beside another product")
+        d.require(part.awaits is None, "part has awaits, expected None: experts wait for the launch before")
+        bind_fetch(d, args, part)
+    pairs, at_once = d["rows"] * d["slots"], _blocks_that_share(stream, name)
+    if at_once:
+        args.blocks = max(at_once - args.part_blocks, pairs)  # so that no share is longer than the columns of a turn
+        launch(stream, name, (args.part_blocks + args.blocks, 1, 1), args)
+        return
+    columns = ceil_div(d["n"], stream.device.kernel(name).constants["cols"])
+    launch(stream, name, (ceil_div(args.part_blocks, columns) + pairs, columns, 1), args)
 
 
 def _blocks_that_share(stream: Stream, kernel: str) -> int:

@@ -12,7 +12,7 @@ from glm53.ops.contract import U32_LIMIT, Dims, ceil_div, on_sm
 from glm53.ops.history import ExtentLayout
 from glm53.ops.history_args import fetch_args
 from glm53.ops.rows import format_variant, row_size, space_offsets
-from glm53.ops.step_args import step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
+from glm53.ops.step_args import step_experts_args, step_gemv_args, step_give_args, step_place_args, step_router_args, step_rows_args
 from glm53.spec import WHOLE, DType, Offsets, RowFormat, Shard, WeightFormat
 
 GIVE_ENTRIES = 256  # of a row, that a block of GIVE looks up
@@ -152,12 +152,18 @@ def bind_part(d: Dims, args: step_gemv_args, part: Part | None, x: Array, stream
         d.require(part.rows == part.args.rows >= 1, f"PlacePart has {part.rows} rows, its args {part.args.rows}, expected the same and at least 1")
         args.part, args.part_blocks, args.part_place = _PART_PLACE, part.rows, part.args
     elif isinstance(part, FetchPart):
-        d.require(part.rounds >= 1 and part.blocks >= 1, f"FetchPart has {part.rounds} rounds and {part.blocks} blocks, expected at least 1")
-        args.part, args.part_blocks, args.rounds, args.part_fetch = _PART_FETCH, part.blocks, part.rounds, part.args
+        args.part = _PART_FETCH
+        bind_fetch(d, args, part)
         args.awaits = _stored_words(d, part.awaits, x)
     elif isinstance(part, RouterPart):
         args.part = PART_ROUTER
         _bind_router(d, args, part)
+
+
+def bind_fetch(d: Dims, args: step_gemv_args | step_experts_args, part: FetchPart) -> None:
+    """Fills what a launch has of a FetchPart. Raises ContractError."""
+    d.require(part.rounds >= 1 and part.blocks >= 1, f"FetchPart has {part.rounds} rounds and {part.blocks} blocks, expected at least 1")
+    args.part_blocks, args.rounds, args.part_fetch = part.blocks, part.rounds, part.args
 
 
 def _stored_words(d: Dims, words: Array | None, x: Array) -> int | None:

@@ -19,13 +19,21 @@ template <class Body> DEVICE void each_stretch(const Blocks& b, uint32_t each, u
 
 constexpr uint32_t STRIP = 64;  // columns at once
 
-// Grid: pairs, ceil(n / EXPERT_COLS).
+// Grid: columns of part FETCH and then pairs, ceil(n / EXPERT_COLS).
 template <class T, class W> bool experts(const step_experts_args& a, Blocks& b) {
   constexpr bool TILES = sizeof(T) == 2;
   float* room = b.scratch(TILES ? waves::row_floats(a.k) : products::packed_floats(a.k));
   if (!room) return false;
-  uint32_t row_of_room = ~0u;
-  each_stretch(b, 1, step_moe::EXPERT_COLS, a.n, [&](uint32_t pair, uint32_t first, uint32_t end) {
+  uint32_t row_of_room = ~0u, before = b.grid.x - a.rows * a.slots;
+  for (uint64_t i = b.first; before && i < b.last; i++) {
+    uint32_t block = (uint32_t)(i % b.grid.x * b.grid.y + i / b.grid.x);
+    for (uint32_t round = 0; block < a.part_blocks && round < a.rounds; round++) {
+      if (!fetches::fetch_round(a.part_fetch, round, block, a.part_blocks, b)) return false;
+    }
+  }
+  each_stretch(b, 1, step_moe::EXPERT_COLS, a.n, [&](uint32_t x, uint32_t first, uint32_t end) {
+    if (x < before) return;
+    uint32_t pair = x - before;
     T* act = (T*)a.act + (uint64_t)pair * a.n;
     uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair], row = pair / a.slots;
     if (expert >= a.experts) {

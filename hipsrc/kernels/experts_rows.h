@@ -1,6 +1,7 @@
 // experts_rows.h - part of step_experts.hip: gate and up of 2 rows and more, of weights with scales, where there are TILE_MMA. Some pairs of an
 // expert are a TURN: all sets of columns of a turn follow one another, turn after turn, and each block of the launch takes an equal share of that
-// list, so that its rings (wave_stream.h) run empty once. A share is no longer than a turn: two turns have part in it at most.
+// list, so that its rings (wave_stream.h) run empty once. A share is no longer than a turn: two turns have part in it at most. Blocks of part FETCH
+// come before these.
 #pragma once
 #include "scan.h"
 #include "wave_stream.h"
@@ -68,8 +69,9 @@ template <class W> struct ExpertsRows {
     ROLLED
     for (uint32_t e = thread_id(); e < a.experts; e += THREADS) mine += turns_of(shape, counts[e]);
     uint32_t before = block_scan<THREADS>(mine, scan, &all), each = all * shape.sets / a.blocks, rest = all * shape.sets % a.blocks;
-    uint32_t begin = block_x() * each + least(block_x(), rest);
-    Share share = {begin / shape.sets, begin % shape.sets, 0, each + (block_x() < rest ? 1u : 0u)};
+    uint32_t block = block_x() - a.part_blocks;
+    uint32_t begin = block * each + least(block, rest);
+    Share share = {begin / shape.sets, begin % shape.sets, 0, each + (block < rest ? 1u : 0u)};
     share.here = least(share.sets, shape.sets - share.first);
     ROLLED
     for (uint32_t e = thread_id(); e < a.experts; e += THREADS) {
@@ -103,7 +105,7 @@ template <class W> struct ExpertsRows {
 
   DEVICE void clear_outside(const step_experts_args& a) {
     ROLLED
-    for (uint32_t p = block_x(); p < a.rows * a.slots; p += a.blocks) {
+    for (uint32_t p = block_x() - a.part_blocks; p < a.rows * a.slots; p += a.blocks) {
       if (id_of(a, p) < a.experts) continue;
       for (uint32_t c = thread_id(); c < a.n; c += THREADS) store_f32((bf16*)a.act + (uint64_t)p * a.n + c, 0.0f);
     }
@@ -194,6 +196,12 @@ template <class W> struct ExpertsRows {
     uint16_t* x_scale = (uint16_t*)(x_sum + (W::FORMAT == WEIGHT_Q4G64 ? SIDES : 0));
     wave_rows::Lds lds = {{nullptr, nullptr, (words16*)(memory + RINGS), nullptr, x_sum, nullptr, nullptr}, x_scale, tile_group()};
     Turns& turns = found[0];
+    if (block_x() < a.part_blocks) {
+      next_may_begin();
+      static_assert(history_rows::FETCH_ROUNDS <= BLOCK_SCAN, "fits");
+      history_rows::fetch_part(a.part_fetch, block_x(), a.part_blocks, a.rounds, scan);
+      return;
+    }
     previous_done();
     next_may_begin();
     Shape shape = shape_of(a);

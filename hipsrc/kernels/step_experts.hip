@@ -8,6 +8,7 @@
 // its elements in ascending order by one chain of fma (q8g64: a chain over the chunk from 0, then fma(chunk sum, scale, lane sum); q4g64 likewise, from
 // the chunk's start, see word_reader); then a butterfly over the lanes. Nothing of either order depends on the rows beside.
 #include "portable.h"
+#include "fetch.h"
 #include "gemv.h"
 #include "sum_mail.h"
 #include "wave_rows.h"
@@ -164,6 +165,16 @@ template <class W> DEVICE void experts_tiles(const step_experts_args& a, uint32_
   store_act(a, w.wide, members, count, first, [&](uint32_t wave, uint32_t r) { return sum_of(w, lds, wave, r, {}); });
 }
 
+// Part FETCH, in the first blocks of a grid of pairs and columns. True: this was one of them; else `pair` is that of the block.
+DEVICE bool was_part(const step_experts_args& a, uint32_t* pair, uint32_t* ends) {
+  uint32_t columns = (a.n + EXPERT_COLS - 1) / EXPERT_COLS, before = (a.part_blocks + columns - 1) / columns, block = block_x() * columns + block_y();
+  *pair = block_x() - before;
+  if (block_x() >= before) return false;
+  next_may_begin();
+  if (block < a.part_blocks) history_rows::fetch_part(a.part_fetch, block, a.part_blocks, a.rounds, ends);
+  return true;
+}
+
 template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint32_t pair, uint32_t expert) {
   if (expert < a.experts) return false;
   uint32_t column = block_y() * EXPERT_COLS + thread_id();
@@ -175,9 +186,12 @@ template <class T> DEVICE bool nothing_outside(const step_experts_args& a, uint3
 template <class T, class W> struct Experts;
 template <class W> struct Experts<float, W> {
   DEVICE void run(const step_experts_args& a) {
+    SHARED(uint32_t, ends, history_rows::FETCH_ROUNDS);
+    uint32_t pair;
+    if (was_part(a, &pair, ends)) return;
     previous_done();
     next_may_begin();
-    uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
+    uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
     if (nothing_outside<float>(a, pair, expert)) return;
     if (a.k >= gemv::LONG_K) experts_f32<32, W>(a, pair, expert);
     else experts_f32<4, W>(a, pair, expert);
@@ -189,10 +203,12 @@ template <class W> struct Experts<bf16, W> {
     SHARED(float, x_scale, SIDE);
     SHARED(int32_t, x_sum, (W::FORMAT == WEIGHT_Q4G64 ? SIDE : 1));
     SHARED(float, sums, SUMS);
-    SHARED(uint32_t, members, ROWS);
+    SHARED(uint32_t, members, (ROWS > history_rows::FETCH_ROUNDS ? ROWS : history_rows::FETCH_ROUNDS));
+    uint32_t pair;
+    if (was_part(a, &pair, members)) return;
     previous_done();
     next_may_begin();
-    uint32_t pair = block_x(), expert = (uint32_t)((const int32_t*)a.ids)[pair];
+    uint32_t expert = (uint32_t)((const int32_t*)a.ids)[pair];
     if (nothing_outside<bf16>(a, pair, expert)) return;
     uint32_t count = 1;
     if (a.rows > 1) count = find_members(a, pair, expert, members);

@@ -16,7 +16,9 @@ from glm53.check.reference_step_experts import draw_weights
 from glm53.hip import Device
 from glm53.ops import step_experts
 from glm53.ops.contract import ContractError
+from glm53.ops.history_args import fetch_args
 from glm53.ops.matrix import Matrix
+from glm53.ops.step_parts import FetchPart
 from glm53.spec import DType, WeightFormat
 
 Q4, Q8, PLAIN = WeightFormat.Q4G64, WeightFormat.Q8G64, WeightFormat.BF16
@@ -132,6 +134,21 @@ def test_experts_refuses_what_does_not_fit(device: Device) -> None:
         x = bench.poison(DType.BF16, (2, 128))
         codes = bench.poison(DType.U8, (4 * 32 * 64 + 8,)).slice(8, 8 + 4 * 32 * 64).reshape(4, 32, 64)
         refused("codes is at address .* expected a multiple of 16", Matrix(codes, bench.poison(DType.U16, (4, 32, 2)), Q4))
+
+
+def test_experts_refuses_a_part_that_it_cannot_run(device: Device) -> None:
+    with Bench(device) as bench:
+        weight = Matrix(bench.poison(DType.U8, (4, 32, 64)), bench.poison(DType.U16, (4, 32, 2)), Q4)
+        part = FetchPart(fetch_args(), 2, 1)
+
+        def refused(match: str, rows: int, part: FetchPart) -> None:
+            x, ids, act = bench.poison(DType.BF16, (rows, 128)), bench.poison(DType.I32, (rows, 3)), bench.poison(DType.BF16, (rows, 3, 16))
+            with pytest.raises(ContractError, match=match):
+                step_experts.experts(bench.stream, x, ids, weight, act, part)
+
+        refused("beside one row of x, expected None", 1, part)
+        refused("1 rounds and 0 blocks, expected at least 1", 2, replace(part, blocks=0))
+        refused("part has awaits, expected None", 2, replace(part, awaits=bench.poison(DType.U32, (2,))))
 
 
 def test_cost_is_the_bytes_of_the_arrays() -> None:
