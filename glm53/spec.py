@@ -107,6 +107,8 @@ class Shard:
 
     def rows_of(self, rows: int, extent_rows: int) -> int:
         """How many of the first `rows` rows lie in extents of this side, which are those whose number is `index` modulo `count`."""
+        if self.count == 1:
+            return rows
         turns, rest = divmod(rows, extent_rows * self.count)
         return turns * extent_rows + min(max(rest - self.index * extent_rows, 0), extent_rows)
 

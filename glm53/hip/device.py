@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,6 +37,22 @@ def list_devices() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+class Current:
+    """A context manager, see `Device.current`. To be entered once."""
+
+    def __init__(self, index: int):
+        self._index = self._previous = index
+
+    def __enter__(self) -> None:
+        self._previous = calls.current_device()
+        if self._previous != self._index:
+            calls.set_device(self._index)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._previous != self._index:
+            calls.set_device(self._previous)
 
 
 def _malloc(byte_count: int, kind: MemoryKind) -> int:
@@ -74,19 +90,10 @@ class Device:
         self._loading = threading.Lock()
         self.closed = False
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> Current:
         """Makes this device the calling thread's current one inside, and restores the caller's after. A thread that works on one device
         holds this around its work to spare two calls per operation."""
-        previous = calls.current_device()
-        if previous == self.index:
-            yield
-            return
-        calls.set_device(self.index)
-        try:
-            yield
-        finally:
-            calls.set_device(previous)
+        return Current(self.index)
 
     # Memory
 

@@ -28,6 +28,7 @@ from glm53.kv.blocks import DeviceBlocks
 from glm53.kv.extents import HostExtents
 from glm53.kv.host_passes import FullPass, StepPass, StreamPass
 from glm53.kv.passes import Pass, PassRows, RowLayout
+from glm53.kv.store import send_table
 from glm53.mem.extents import ExtentPool
 from glm53.mem.history import COPY_ROWS, CopyBatch, History, Rollback
 from glm53.mem.pool import Life
@@ -162,6 +163,8 @@ class HostTier:
         self.refs = make(DType.U64, (config.rows_max,), "workspace")
         self.staging = device.alloc(self.group_planes_max * self.staging_plane_bytes, category="staging")
         owned.callback(self.staging.free)
+        self._turn = device.event()  # of `order`, anew each time: a wait keeps to the record that came before it
+        owned.callback(self._turn.close)
         self.copy_stream = device.stream()
         owned.callback(self.copy_stream.close)
         self.side_stream = device.stream()
@@ -313,7 +316,6 @@ class HostTier:
             first, last = rollback.forget
             if last > first and not session.full:
                 hotcache.forget(self.stream, self.states, self.slot_tables, slot, first, last)
-            self.upload_table(session)
             self.upload_states(session)
         except BaseException:
             self.drop(slot, rows)
@@ -397,6 +399,7 @@ class HostTier:
         if session.cold:
             self.slot_tables.reset(self.stream, session.slot)
             session.seed_slot = 0
+        history.table_lost()
         self.upload_table(session)
         self.upload_states(session)
         if not session.full:
@@ -416,32 +419,35 @@ class HostTier:
         """Extents for `row_count` rows; page-locks another chunk of host memory when there are none. DeviceMemoryError leaves all as it was."""
         if row_count > self.config.rows_max:
             raise InputError(f"history: {row_count} rows asked, the tier was opened for {self.config.rows_max} rows a session")
-        changed = host_lives.own_tail(self, session)
+        if row_count <= session.history.ready_rows:
+            return
+        host_lives.own_tail(self, session)
         try:
-            if self.host.reserve(session.history, row_count) or changed:
-                self.upload_table(session)
+            self.host.reserve(session.history, row_count)
+            self.upload_table(session)
         except HipError:
             self.drop(session.slot, session.rows)
             raise
 
     def grow_ahead(self) -> None:
         """Has the next chunk page-locked by a thread when the next 2 * extent_rows rows of every open session would not find extents."""
-        wanted = 0
-        for session in self.sessions.values():
-            rows = min(session.rows + 2 * self.shape.extent_rows, self.config.rows_max)
-            wanted += max(0, self.shape.extents_for(rows) - session.history.reserved_rows // self.shape.extent_rows)
+        wanted = 2 * len(self.sessions)  # at most, as every row has an extent
+        if wanted > self.pool.free:
+            wanted = sum(self._wanted_ahead(session) for session in self.sessions.values())
         self.host.grow_ahead(wanted)
 
+    def _wanted_ahead(self, session: Session) -> int:
+        rows = min(session.rows + 2 * self.shape.extent_rows, self.config.rows_max)
+        return max(0, self.shape.extents_for(rows) - session.history.reserved_rows // self.shape.extent_rows)
+
     def upload_table(self, session: Session) -> None:
-        addresses = session.history.addresses
-        table = np.zeros((1, self.tables.shape[1]), np.uint64)
-        table[0, : len(addresses)] = addresses
-        self.tables.slice(session.slot, session.slot + 1).upload(table, self.stream)
+        """Sends the addresses of extents that the device does not have, in stream order."""
+        send_table(self.stream, self.tables, session.slot, session.history)
 
     def upload_states(self, session: Session) -> None:
         """Sends hot address, phase, boundary and round of a session to the device, in stream order."""
         packed = hotcache.pack_states([(session.hot.address, session.full, session.history.boundary, session.round)])
-        self.states.slice(session.slot, session.slot + 1).upload(packed, self.stream)
+        self.stream.upload(self.states.address + session.slot * hotcache.STATE_BYTES, packed)
 
     def leave_full(self, session: Session) -> None:
         """The history outgrows the hot buffer: rows behind the ring become cache slots, the first ring_rows slots become the ring."""
@@ -492,11 +498,8 @@ class HostTier:
 
     def order(self, first: Stream, then: Stream) -> None:
         """What `then` enqueues from now on starts after what `first` has enqueued."""
-        event = self.mark(first)
-        try:
-            then.wait(event)
-        finally:
-            event.close()
+        self._turn.record(first)
+        then.wait(self._turn)
 
     def copy_out(self, session: Session, batches: list[CopyBatch]) -> None:
         """Enqueues the copies of some batches, each one launch or one strided copy a plane, after what the main stream has enqueued."""

@@ -30,12 +30,11 @@ def taking(tier: HostTier, call: Callable[[], T]) -> T:
         return call()
 
 
-def own_tail(tier: HostTier, session: Session) -> bool:
-    """Before rows are written: a partial extent that others share is replaced by a copy. True if the session's table is out of date."""
+def own_tail(tier: HostTier, session: Session) -> None:
+    """Before rows are written: a partial extent that others share is replaced by a copy."""
     copy = taking(tier, session.history.private_tail)
     if copy is not None:
         _copy(tier, copy)
-    return copy is not None
 
 
 def _copy(tier: HostTier, copy: ExtentCopy) -> None:

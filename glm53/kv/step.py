@@ -212,7 +212,8 @@ class HostStep:
     def begin(self, runs: Runs) -> None:
         tier = self.tier
         tier.ready([slot for slot, _ in runs])
-        self._first_rows = [0, *itertools.accumulate(count for _, count in runs)][:-1]
+        if self.gathers_on_host:
+            self._first_rows = [0, *itertools.accumulate(count for _, count in runs)][:-1]
         for slot, count in runs:
             session = tier.sessions[slot]
             tier.poll(session)

@@ -23,6 +23,15 @@ T = TypeVar("T")
 SLAB_BYTES = 32 << 20  # a slab is at least one extent; large enough that a long history needs few allocations
 
 
+def send_table(stream: Stream, tables: Array, slot: int, history: History) -> None:
+    """Sends the addresses that row `slot` of tables [sessions, extents] u64 lacks, in stream order. If it raises, the next call sends them again."""
+    first = history.told
+    addresses = np.array(history.addresses[first:], np.uint64)
+    if addresses.size:
+        stream.upload(tables.address + (slot * tables.shape[1] + first) * addresses.itemsize, addresses)
+    history.table_sent()
+
+
 class RowStore:
     """Rows of `sessions_max` sessions in device memory (the resident tier).
 
@@ -38,7 +47,6 @@ class RowStore:
         self._slabs: list[Buffer] = []
         self._histories: dict[int, History] = {}
         self._slots = list(range(sessions_max - 1, -1, -1))
-        self._stale: set[int] = set()  # slots whose table on the device lacks extents
         self.tables = Array.empty(device, DType.U64, (sessions_max, self.extents_max), category="tables")
 
     def open(self, slot: int | None = None) -> int:
@@ -68,14 +76,11 @@ class RowStore:
         history = self._histories[slot]
         if rows > self.rows_max:
             raise InputError(f"{self.category}: {rows} rows asked, the store was opened for {self.rows_max} rows a session")
-        self._own_tail(slot)
-        if self._taking(lambda: history.reserve(rows)):
-            self._stale.add(slot)
-        if slot in self._stale:
-            table = np.zeros(self.extents_max, np.uint64)
-            table[: len(history.addresses)] = history.addresses
-            self.tables.slice(slot, slot + 1).upload(table[None, :], self.stream)
-            self._stale.discard(slot)
+        if rows <= history.ready_rows:
+            return
+        self._own_tail(history)
+        self._taking(lambda: history.reserve(rows))
+        send_table(self.stream, self.tables, slot, history)
 
     def _taking(self, call: Callable[[], T]) -> T:
         """A call that takes extents; where there are too few, of a larger pool."""
@@ -85,12 +90,10 @@ class RowStore:
             self._grow(short.missing)
             return call()
 
-    def _own_tail(self, slot: int) -> None:
+    def _own_tail(self, history: History) -> None:
         """Before rows are written: an extent that a truncate has left half full and that a fork shares is replaced by a copy."""
-        history = self._histories[slot]
         copy = self._taking(history.private_tail)
         if copy is not None:
-            self._stale.add(slot)
             self._copy_extent(copy)
 
     def _copy_extent(self, copy: ExtentCopy) -> None:
@@ -107,7 +110,6 @@ class RowStore:
         try:
             if fork.copy is not None:
                 self._copy_extent(fork.copy)
-            self._stale.add(slot)
             self.reserve(slot, rows)
         except BaseException:
             self.release(slot)
@@ -162,7 +164,6 @@ class RowStore:
         """Ends a history; its extents go back to the pool."""
         self._histories.pop(slot).close()
         self._slots.append(slot)
-        self._stale.discard(slot)
 
     def check(self) -> None:
         """Invariants of pool and histories; every extent in use belongs to a history of this store, or to several."""

@@ -35,6 +35,7 @@ from glm53.mem import compiled
 from glm53.mem.extents import ExtentIds, ExtentPool
 
 COPY_ROWS = compiled.COPY_ROWS
+_ROWS, _ENQUEUED, _COMMITTED, _BOUNDARY, _RING_ROWS, _BATCHES = range(6)  # as in compiled.HISTORY
 
 
 class OutOfExtents(Exception):
@@ -113,8 +114,11 @@ class History:
         assert ring_rows >= 0, f"ring_rows: got {ring_rows}, wanted at least 0"
         self._pool = pool
         self._ids: ExtentIds = np.empty(0, np.int64)
-        self._addresses: list[int] | None = None  # of _ids; None: to be read from the pool again
+        self._addresses: list[int] = []  # of _ids
+        self._told = 0
+        self._ready_rows = 0
         self._record: npt.NDArray[Any] = np.zeros(1, compiled.HISTORY)
+        self._numbers: npt.NDArray[np.int64] = self._record.view(np.int64)
         self._record["ring_rows"] = ring_rows
         self._batches: npt.NDArray[Any] = np.zeros(4, compiled.BATCH)
         self._state = HistoryState.OPEN
@@ -130,32 +134,32 @@ class History:
     @property
     def ring_rows(self) -> int:
         """Slots of the device buffer for new rows; 0: resident."""
-        return int(self._record["ring_rows"][0])
+        return self._numbers.item(_RING_ROWS)
 
     @property
     def rows(self) -> int:
         """Rows written."""
-        return int(self._record["rows"][0])
+        return self._numbers.item(_ROWS)
 
     @property
     def enqueued_rows(self) -> int:
         """Rows whose copy to the extents is enqueued. Enqueued is not completed."""
-        return int(self._record["enqueued"][0])
+        return self._numbers.item(_ENQUEUED)
 
     @property
     def committed_rows(self) -> int:
         """Rows known to be in their extents, and all rows before them too."""
-        return int(self._record["committed"][0])
+        return self._numbers.item(_COMMITTED)
 
     @property
     def boundary(self) -> int:
         """First row that is read from the ring; the rows before it are read from extents."""
-        return int(self._record["boundary"][0])
+        return self._numbers.item(_BOUNDARY)
 
     @property
     def pending(self) -> list[CopyBatch]:
         """Batches enqueued and not completed, oldest first."""
-        held = self._batches[: self._record["batches"][0]]
+        held = self._batches[: self._numbers.item(_BATCHES)]
         return [CopyBatch(first, last) for first, last, state in held.tolist() if state == BatchState.ENQUEUED]
 
     @property
@@ -171,9 +175,17 @@ class History:
     @property
     def addresses(self) -> list[int]:
         """Extent addresses on the device by position; valid until the next reserve, private_tail, truncate or close. Not to be changed."""
-        if self._addresses is None:
-            self._addresses = [int(address) for address in self._pool.addresses(self._ids)]
         return self._addresses
+
+    @property
+    def told(self) -> int:
+        """How many of `addresses`, from the front, the device's table has, as `table_sent` left it."""
+        return self._told
+
+    @property
+    def ready_rows(self) -> int:
+        """Rows that may be there with nothing to be done first: no reserve, no private_tail, no table. 0: it is not known whether there are any."""
+        return self._ready_rows
 
     @property
     def shared_tail(self) -> bool:
@@ -195,7 +207,7 @@ class History:
         taken = self._pool.take_many(wanted)
         if taken is None:
             raise OutOfExtents(wanted - self._pool.free)
-        self._set_ids(np.concatenate([self._ids, taken]))
+        self._set_ids(len(self._ids), taken)
         return True
 
     def private_tail(self) -> ExtentCopy | None:
@@ -211,9 +223,7 @@ class History:
         if own is None:
             raise OutOfExtents(1)
         self._pool.release(shared)
-        ids = self._ids.copy()
-        ids[place] = own
-        self._set_ids(ids)
+        self._set_ids(place, np.concatenate([np.array([own], np.int64), self._ids[place + 1 :]]))
         return ExtentCopy(shared, own, used)
 
     def room(self, rows: int) -> int:
@@ -254,6 +264,16 @@ class History:
         assert self.committed_rows == self.rows, f"move with {self.committed_rows} of {self.rows} rows committed: settle first"
         self._record["ring_rows"] = ring_rows
         self._set_settled(self.rows)
+        self.table_lost()
+
+    def table_sent(self) -> None:
+        """The device's table has every address, in stream order."""
+        self._told = len(self._ids)
+        self._ready_rows = 0 if self.shared_tail else self.reserved_rows
+
+    def table_lost(self) -> None:
+        """What the device's table has is not known."""
+        self._told = self._ready_rows = 0
 
     def _set_settled(self, rows: int) -> None:
         for name in ("rows", "enqueued", "committed", "boundary"):
@@ -271,8 +291,9 @@ class History:
 
     def _due(self, short_last: bool) -> list[CopyBatch]:
         self._assert_open("copies")
-        waiting = self.rows - self.enqueued_rows
-        if waiting == 0:
+        enqueued = self.enqueued_rows
+        waiting = self.rows - enqueued
+        if waiting == 0 or (not short_last and waiting < COPY_ROWS - enqueued % COPY_ROWS):
             return []
         found = np.zeros(waiting // COPY_ROWS + 2, compiled.BATCH)
         count = compiled.due_batches(self._record, int(short_last), found)
@@ -285,7 +306,7 @@ class History:
         assert first == self.enqueued_rows, f"copy of [{first}, {last}) enqueued, the next one begins at {self.enqueued_rows}"
         end = (first // COPY_ROWS + 1) * COPY_ROWS
         assert first < last <= min(end, self.rows), f"copy of [{first}, {last}) enqueued, wanted an end in ({first}, {min(end, self.rows)}]"
-        count = int(self._record["batches"][0])
+        count = self._numbers.item(_BATCHES)
         if count == len(self._batches):
             self._batches = np.concatenate([self._batches, np.zeros(count, compiled.BATCH)])
         self._batches[count] = (first, last, BatchState.ENQUEUED)
@@ -301,9 +322,8 @@ class History:
 
     def boundary_moved(self) -> bool:
         """Whether the boundary differs from when this was last asked, so that the device has to be told."""
-        moved = self.boundary != self._boundary_told
-        self._boundary_told = self.boundary
-        return moved
+        told, self._boundary_told = self._boundary_told, self.boundary
+        return told != self._boundary_told
 
     # Rollback, end, fork
 
@@ -316,6 +336,7 @@ class History:
         self._assert_open("truncate")
         before = self.rows
         assert 0 <= rows <= before, f"truncate to {rows} of {before} rows"
+        self._ready_rows = 0
         waits = np.zeros(len(self._batches), compiled.BATCH)
         under_way = [batch.first for batch in self.pending if batch.last <= rows]
         boundary, committed = min(self.boundary, rows), min([*under_way, self.enqueued_rows, rows])
@@ -345,13 +366,14 @@ class History:
         self._record["batches"] = 0
         self._set_settled(0)
         self._release_behind(0)
+        self.table_lost()
         self._state, self._rollback = HistoryState.CLOSED, None
 
     def _release_behind(self, rows: int) -> None:
         keep = self._pool.shape.extents_for(rows)
         if keep < len(self._ids):
             self._pool.release_many(self._ids[keep:])
-            self._set_ids(self._ids[:keep].copy())
+            self._set_ids(keep, self._ids[:0])
 
     def fork(self, rows: int, ring_rows: int | None = None) -> Fork:
         """A history with the first `rows` rows of this one, all committed (settle first). Full extents are shared, at most one is copied.
@@ -366,12 +388,15 @@ class History:
             raise OutOfExtents(1)
         fork = History(self._pool, self.ring_rows if ring_rows is None else ring_rows)
         self._pool.share_many(self._ids[:full])
-        fork._set_ids(np.concatenate([self._ids[:full], own]))
+        fork._set_ids(0, np.concatenate([self._ids[:full], own]))
         fork._set_settled(rows)
         return Fork(fork, ExtentCopy(int(self._ids[full]), int(own[0]), tail) if tail else None)
 
-    def _set_ids(self, ids: ExtentIds) -> None:
-        self._ids, self._addresses = ids, None
+    def _set_ids(self, place: int, ids: ExtentIds) -> None:
+        """The extents from `place` on are these."""
+        self._ids = np.concatenate([self._ids[:place], ids])
+        self._addresses[place:] = self._pool.addresses(ids).tolist()
+        self._told, self._ready_rows = min(self._told, place), 0
 
     # Assertions
 
@@ -379,6 +404,8 @@ class History:
         assert self._state is HistoryState.OPEN, f"{action} on a history that is {self._state.value}"
 
     def _assert_writable(self, action: str, rows: int) -> None:
+        if rows >= 0 and self.rows + rows <= self._ready_rows:
+            return
         self._assert_open(action)
         assert rows >= 0 and self.rows + rows <= self.reserved_rows, f"{action} by {rows} beyond {self.reserved_rows} reserved rows"
         assert not self.shared_tail, f"{action} into a shared extent: private_tail first"
@@ -395,7 +422,7 @@ class History:
         assert 0 <= rows <= self.reserved_rows, f"{rows} rows in {self.reserved_rows} reserved"
         assert 0 <= committed <= enqueued <= rows, f"committed {committed}, enqueued {enqueued}, rows {rows}"
         assert boundary <= enqueued, f"boundary {boundary} above {enqueued} enqueued rows"
-        held = self._batches[: self._record["batches"][0]]
+        held = self._batches[: self._numbers.item(_BATCHES)]
         first = committed
         for batch in held:
             assert batch["first"] == first < batch["last"], f"batch {batch} does not begin at {first}"
@@ -413,6 +440,9 @@ class History:
         tail = committed // self._pool.shape.extent_rows
         assert (counts[tail + 1 :] == 1).all(), "an extent behind the committed rows is shared"
         assert tail >= len(counts) or counts[tail] == 1 or committed == rows, "rows are on their way into a shared extent"
-        assert self.addresses == [int(address) for address in self._pool.addresses(self._ids)], "addresses are out of date"
+        assert self.addresses == self._pool.addresses(self._ids).tolist(), "addresses are out of date"
+        assert 0 <= self._told <= len(self._ids), f"{self._told} of {len(self._ids)} addresses told"
+        writable = self._state is HistoryState.OPEN and self._told == len(self._ids) and not self.shared_tail
+        assert self._ready_rows in ((0, self.reserved_rows) if writable else (0,)), f"{self._ready_rows} rows ready of {self.reserved_rows}"
         assert (self._state is HistoryState.ROLLING_BACK) == (self._rollback is not None), "rollback and state differ"
         assert self._state is not HistoryState.CLOSED or (rows == 0 and len(self._ids) == 0), "a closed history holds rows or extents"

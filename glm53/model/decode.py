@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +31,7 @@ from glm53.spec import RowFormat
 RING_STEPS = 8  # records kept; more than the steps that are ever in flight
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One row of a decode step: the history row at `position` of session `slot` is computed from `token`, the token after it drawn.
 
     token: None if the step before drew it and the host has not read it.
@@ -50,15 +51,17 @@ class StepRow:
 
     def following(self, tokens: int) -> StepRow:
         """The same request's row once so many more tokens are drawn."""
-        return StepRow(replace(self.draw, position=self.draw.position + tokens), None)
+        slot, params, seed, position, mask = self.draw
+        return StepRow(DrawRow(slot, params, seed, position + tokens, mask), None)
 
 
 class Ticket:
     """A step in flight: of each row the newest token, and with it `depth` drafts. number: of the step. While the round before
     is in flight, `rows` have its positions."""
 
-    def __init__(self, rows: tuple[StepRow, ...], depth: int, number: int, tops: int, done: tuple[Event, ...]):
-        self.rows, self.depth, self.number, self.tops, self.done = rows, depth, number, tops, done
+    def __init__(self, rows: tuple[StepRow, ...], depth: int, number: int, kind: DrawKind, done: tuple[Event, ...]):
+        self.rows, self.depth, self.number, self.kind, self.done = rows, depth, number, kind, done
+        self.tops = LOGPROBS_MAX if kind.tops else 0
         self.drawn: list[list[Drawn]] | None = None  # by row: one token, or those that a round accepted and the one behind them
         self.error: Glm53Error | None = None  # of the step as a whole
         self.bad_row: int | None = None  # a row whose history row could not be quantised
@@ -91,21 +94,22 @@ class _Tokens:
         self._host = side.device.host_alloc(RING_STEPS * words * 4, category="token ring")
         self.ring = Ring(self._host.array.view(np.uint32).reshape(RING_STEPS, words), self._host.device_address)
         self.events = [side.device.event() for _ in range(RING_STEPS)]
+        self._drawings: dict[tuple[object, ...], Drawing] = {}
 
     def drawing(self, kind: DrawKind) -> Drawing:
         """A step that draws one token a row."""
+        key = (kind, self.side.sampler.seen is None)
+        if key not in self._drawings:
+            self._drawings[key] = Drawing(key, partial(self._draw, kind))
+        return self._drawings[key]
+
+    def _draw(self, kind: DrawKind, count: int) -> Generator[Passed, None, Draws]:
         sampler, step, drafter = self.side.sampler, self.side.step, self.side.drafter
-
-        def draw(count: int) -> Generator[Passed, None, Draws]:
-            sampler.enqueue(step.logits.slice(0, count), kind)
-            cut = lambda array: array.slice(0, count)
-            if drafter is not None:
-                yield from drafter.store_each(count)
-            return Draws(
-                cut(sampler.tokens), cut(sampler.logprobs), sampler.tops(count, kind), cut(step.rows.positions), cut(sampler.params), self.ring
-            )
-
-        return Drawing((kind, sampler.seen is None), draw)
+        sampler.enqueue(step.logits.slice(0, count), kind)
+        cut = lambda array: array.slice(0, count)
+        if drafter is not None:
+            yield from drafter.store_each(count)
+        return Draws(cut(sampler.tokens), cut(sampler.logprobs), sampler.tops(count, kind), cut(step.rows.positions), cut(sampler.params), self.ring)
 
     def round(self, sessions: int, depth: int, kind: DrawKind) -> Drawing:
         """A step that verifies drafts and makes new ones."""
@@ -137,44 +141,51 @@ class Decoder:
         self.stage, self.graphs = stage, graphs
         self.drafts = DraftCounts([0] * depth_max, [0] * depth_max)
         self._tokens = [_Tokens(side) for side in stage.sides]
+        self._events = list(zip(*(tokens.events for tokens in self._tokens), strict=True))  # of every side, by place in the ring
         self._in_flight: deque[Ticket] = deque()
         self._next: tuple[StepRow, ...] = ()  # what the devices would compute next, tokens and positions being there
-        self._next_depth = 0
+        self._next_depth, self._next_kind = 0, DrawKind.of([])
 
     def launch(self, rows: Sequence[StepRow], depth: int = 0) -> Ticket:
         """Enqueues one step of these rows, each with `depth` drafts: none where a row has a mask, which is of one token. Raises with no row added;
         what other steps draw can still be collected."""
         every = tuple(rows)
-        if not self._follows(every, depth):
-            self.settle()
-            self._upload(every, depth)
-        return self._enqueue(every, depth)
+        if self._follows(every, depth):
+            return self._enqueue(every, depth, self._next_kind)
+        kind = DrawKind.of([row.draw for row in every])
+        self.settle()
+        self._upload(every, depth, kind)
+        return self._enqueue(every, depth, kind)
 
     def ahead(self, ticket: Ticket) -> Ticket | None:
         """The step after the one launched last, from what that will draw; None where the host has to know first."""
         if not self._in_flight or self._in_flight[-1] is not ticket:
             return None
         rows, depth = ticket.rows, ticket.depth
-        if any(row.draw.mask is not None for row in rows):
+        if ticket.kind.masks:
             return None
         if any(self.stage.phase_ends(row.slot, self._pending(row.slot) + rows_ahead(depth)) for row in rows if depth):
             return None
-        return self._enqueue(rows if depth else tuple(row.following(1) for row in rows), depth)
+        return self._enqueue(rows if depth else tuple([row.following(1) for row in rows]), depth, ticket.kind)
 
     def _follows(self, rows: tuple[StepRow, ...], depth: int) -> bool:
         """Whether the devices have tokens and drafts of these rows, from the step launched last. Masks come from the host, for each step anew."""
-        if any(row.draw.mask is not None for row in (*rows, *self._next)):
+        if self._in_flight or depth != self._next_depth or not rows or len(rows) != len(self._next) or self._next_kind.masks:
             return False
-        key = lambda row: (row.draw.slot, row.draw.position, row.draw.seed)
-        return not self._in_flight and depth == self._next_depth and bool(rows) and [key(row) for row in rows] == [key(row) for row in self._next]
+        for (draw, _), (told, _) in zip(rows, self._next, strict=True):
+            if (draw.slot, draw.position, draw.seed) != (told.slot, told.position, told.seed):
+                return False
+            if draw.params is not told.params or draw.mask is not None:
+                return False
+        return True
 
-    def _upload(self, rows: tuple[StepRow, ...], depth: int) -> None:
+    def _upload(self, rows: tuple[StepRow, ...], depth: int, kind: DrawKind) -> None:
         """The devices get the rows' tokens and settings; with drafts, the first ones are made in a step of their own."""
         width, count = depth + 1, len(rows)
-        runs, kind = [(row.slot, width) for row in rows], DrawKind.of([row.draw for row in rows])
+        runs = [(row.slot, width) for row in rows]
         positions, tokens = [row.position for row in rows], np.zeros((count, width), np.int32)
         tokens[:, 0] = np.array([row.token for row in rows], np.int32)
-        draws = [replace(row.draw, position=row.draw.position + i) for row in rows for i in range(width)]
+        draws = [row.following(i).draw for row in rows for i in range(width)]
         for side in self.stage.sides:
             side.upload_step(runs, positions, tokens.reshape(-1))
             side.sampler.upload(draws, own_marks=depth > 0)
@@ -184,24 +195,23 @@ class Decoder:
             room = [(row.slot, rows_ahead(depth)) for row in rows]
             self.stage.round(runs, room, [side.start(count, depth, kind) for side in self._tokens], self.graphs)
 
-    def _enqueue(self, rows: tuple[StepRow, ...], depth: int) -> Ticket:
-        kind = DrawKind.of([row.draw for row in rows])
+    def _enqueue(self, rows: tuple[StepRow, ...], depth: int, kind: DrawKind) -> Ticket:
         while len(self._in_flight) >= RING_STEPS - 1:
             self._collect_first()
         self._next = ()
         number = self.stage.number
-        events = tuple(tokens.events[number % RING_STEPS] for tokens in self._tokens)
+        events = self._events[number % RING_STEPS]
         if depth:
             runs = [(row.slot, depth + 1) for row in rows]
             room = [(row.slot, self._pending(row.slot) + rows_ahead(depth)) for row in rows]
             self.stage.round(runs, room, [tokens.round(len(rows), depth, kind) for tokens in self._tokens], self.graphs)
         else:
-            self.stage.step([(row.slot, 1) for row in rows], [tokens.drawing(kind) for tokens in self._tokens], self.graphs)
+            self.stage.step([(row.draw.slot, 1) for row in rows], [tokens.drawing(kind) for tokens in self._tokens], self.graphs)
         for side, event in zip(self.stage.sides, events, strict=True):
             event.record(side.stream)
-        ticket = Ticket(rows, depth, number, LOGPROBS_MAX if kind.tops else 0, events)
+        ticket = Ticket(rows, depth, number, kind, events)
         self._in_flight.append(ticket)
-        self._next_depth = depth
+        self._next_depth, self._next_kind = depth, kind
         return ticket
 
     def _pending(self, slot: int) -> int:
@@ -263,7 +273,7 @@ class Decoder:
         else:
             self._read_step(ticket)
         assert ticket.drawn is not None
-        following = tuple(row.following(len(drawn)) for row, drawn in zip(ticket.rows, ticket.drawn, strict=True))
+        following = tuple([row.following(len(drawn)) for row, drawn in zip(ticket.rows, ticket.drawn, strict=True)])
         if not self._in_flight:
             self._next = following
         elif ticket.depth:
@@ -285,8 +295,9 @@ class Decoder:
         ticket.drawn = []
         for index, row in enumerate(ticket.rows):
             count = int(record.accepted[index]) + 1
-            tops = None if record.tops is None else (record.tops[0][index, :count], record.tops[1][index, :count])
-            ticket.drawn.append(drawn_rows([row.draw] * count, record.tokens[index, :count], record.logprobs[index, :count], tops))
+            tops = None if record.tops is None else (record.tops[0][index, :count].tolist(), record.tops[1][index, :count].tolist())
+            tokens, logprobs = record.tokens[index, :count].tolist(), record.logprobs[index, :count].tolist()
+            ticket.drawn.append(drawn_rows([row.draw] * count, tokens, logprobs, tops))
             if row.slot not in ticket.ended:
                 self.drafts.add(depth, count - 1)
         if ticket.bad_row is not None:

@@ -28,7 +28,7 @@ class StepRecord(Protocol):
     def link_error(self) -> int: ...
 
     @property
-    def tokens(self) -> np.ndarray: ...
+    def tokens(self) -> Sequence[int] | np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class Pair:
             self.raise_silent([record.link_error for record in records])
         except LinkError as error:
             return error
-        if not self.checks or all((records[0].tokens == record.tokens).all() for record in records):
+        if not self.checks or all(np.array_equal(records[0].tokens, record.tokens) for record in records):
             return None
-        drawn = " and ".join(str(record.tokens.tolist()) for record in records)
+        drawn = " and ".join(str(np.asarray(record.tokens).tolist()) for record in records)
         self.unsure = True
         return Glm53Error(f"the devices of a pair drew {drawn} in one step, expected the same tokens; next: glm53 selftest, --p2p off")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from glm53.sampling import LOGPROBS_MAX, SamplingParams
 from glm53.spec import DType
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One drawn token. token_id -1: the logits held no finite number."""
 
     token_id: int
@@ -22,8 +21,7 @@ class Drawn:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class DrawRow:
+class DrawRow(NamedTuple):
     """How one row draws: penalty marks of session `slot`, settings, seed, and the position of the token drawn.
 
     mask [mask_words(vocab)] u32: the tokens that it may draw; None: all of them.
@@ -33,11 +31,10 @@ class DrawRow:
     params: SamplingParams
     seed: int
     position: int
-    mask: np.ndarray | None = field(default=None, compare=False)
+    mask: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class DrawKind:
+class DrawKind(NamedTuple):
     """What the sampler's launches depend on beside the number of rows."""
 
     tops: bool  # the most probable tokens are wanted
@@ -107,18 +104,22 @@ class Sampler:
         count, kind = len(rows), DrawKind.of(rows)
         self.upload(rows)
         self.enqueue(logits, kind)
-        read = lambda array: array.slice(0, count).numpy(self.stream)
+        read = lambda array: array.slice(0, count).numpy(self.stream).tolist()
         tops = (read(self.top_ids), read(self.top_logprobs)) if kind.tops else None
         return drawn_rows(rows, read(self.tokens), read(self.logprobs), tops)
 
 
-def drawn_rows(rows: Sequence[DrawRow], tokens: np.ndarray, logprobs: np.ndarray, tops: tuple[np.ndarray, np.ndarray] | None) -> list[Drawn]:
-    """What was drawn for each row: tokens [rows] i32, logprobs [rows] f32, tops None or (ids, logprobs) [rows, n]."""
+def drawn_rows(
+    rows: Sequence[DrawRow],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    tops: tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]] | None,
+) -> list[Drawn]:
+    """What was drawn for each row: tokens, logprobs [rows], tops None or (ids, logprobs) [rows][n]."""
+    if tops is None:
+        return [Drawn(token, logprob, ()) for token, logprob in zip(tokens, logprobs, strict=True)]
     drawn = []
-    for i, row in enumerate(rows):
-        top: tuple[tuple[int, float], ...] = ()
-        if tops is not None and row.params.logprobs:
-            pairs = zip(tops[0][i][: row.params.logprobs], tops[1][i][: row.params.logprobs], strict=True)
-            top = tuple((int(token), float(logprob)) for token, logprob in pairs if token >= 0)
-        drawn.append(Drawn(int(tokens[i]), float(logprobs[i]), top))
+    for row, token, logprob, *found in zip(rows, tokens, logprobs, *tops, strict=True):
+        pairs = list(zip(*found, strict=True))[: row.params.logprobs or 0]
+        drawn.append(Drawn(token, logprob, tuple(pair for pair in pairs if pair[0] >= 0)))
     return drawn

@@ -55,6 +55,7 @@ class Stage:
         self.sides, self.pair = tuple(sides), pair
         self.number = 0  # of the next step, as the devices count them
         self._cut_off = False  # launches of a step or pass may be missing
+        self._records = not any(side.step.tier.gathers_on_host for side in sides) and (pair is None or pair.records)
         self._clear()
 
     @property
@@ -277,10 +278,12 @@ class Stage:
             side.keys.reserve(slot, start + count)
         self._ready()
         walks = [side.forward.walk(batch, side.step.logits.slice(0, 1)) for side in self.sides]
-        with self._unsure():
+        try:
             together(walks, self._meet_prompts)
-        for side in self.sides:
-            side.keys.advance(slot, count)
+        except BaseException:
+            self._cut()
+            raise
+        self._advance_keys([(slot, count)])
         for side in self.sides:  # at most two passes are queued, so that an interrupt in a long prompt waits for no more than those
             side.passes.rotate()
             side.passes[0].synchronize()
@@ -292,17 +295,21 @@ class Stage:
         With `graphs` the first step of a kind is enqueued launch by launch (it loads the kernels), the second is recorded, all later ones are
         replayed; a pair does so where its exchanges are kernels. The bits are the same.
         """
-        with self._abandoning(runs):
+        try:
             self._enqueue(runs, runs, drawings, graphs)
             self._accept_rows(runs)
-        for side in self.sides:
-            for slot, n in runs:
-                side.keys.advance(slot, n)
+        except BaseException:
+            self._abandon(runs)
+            raise
+        self._advance_keys(runs)
 
     def round(self, runs: Runs, room: Runs, drawings: Sequence[Drawing | None], graphs: bool) -> None:
         """As `step`; its rows may write so many positions as `room` says and belong to nobody before `accept`."""
-        with self._abandoning(runs):
+        try:
             self._enqueue(runs, room, drawings, graphs)
+        except BaseException:
+            self._abandon(runs)
+            raise
 
     def phase_ends(self, slot: int, rows: int) -> bool:
         """Whether a history that the device holds as a whole would outgrow that by so many rows: then the host has to know how many they are."""
@@ -310,8 +317,14 @@ class Stage:
 
     def accept(self, runs: Runs) -> None:
         """So many rows of a round stay. Raises with none of them kept."""
-        with self._abandoning(runs):
+        try:
             self._accept_rows(runs)
+        except BaseException:
+            self._abandon(runs)
+            raise
+        self._advance_keys(runs)
+
+    def _advance_keys(self, runs: Runs) -> None:
         for side in self.sides:
             for slot, n in runs:
                 side.keys.advance(slot, n)
@@ -327,35 +340,33 @@ class Stage:
         self._ready()
         for side in self.sides:
             side.step.tier.begin(room)
-        self._run(sum(n for _, n in runs), drawings, graphs)
+        self._run(sum([n for _, n in runs]), drawings, graphs and self._records)
         self.number = (self.number + 1) % (1 << 32)
         for side in self.sides:
             side.step.tier.ended(runs)
 
-    @contextmanager
-    def _abandoning(self, runs: Runs) -> Iterator[None]:
-        """If the inside raises, the sessions have the rows that they had before on every side, and devices are told anew before their next use."""
-        before = [{slot: side.tier.rows(slot) for slot, _ in runs} for side in self.sides]
-        try:
-            yield
-        except BaseException:
-            for side, rows in zip(self.sides, before, strict=True):
-                side.step.tier.abandon(rows)
-                if side.drafter is not None:
-                    side.drafter.abandon(rows)
-            raise
+    def _abandon(self, runs: Runs) -> None:
+        """After a failure the sessions have the rows that they had before on every side, which their keys count until all is well, and devices are
+        told anew before their next use."""
+        for side in self.sides:
+            rows = {slot: side.keys.rows(slot) for slot, _ in runs}
+            side.step.tier.abandon(rows)
+            if side.drafter is not None:
+                side.drafter.abandon(rows)
 
     def _run(self, count: int, drawings: Sequence[Drawing | None], graphs: bool) -> None:
-        graphs = graphs and not any(side.step.tier.gathers_on_host for side in self.sides) and (self.pair is None or self.pair.records)
         pairs = list(zip(self.sides, drawings, strict=True))
-        recorded = [side.step.graph(count, drawing) for side, drawing in pairs] if graphs else []
-        with self._unsure():
-            if recorded and all(recorded):
+        recorded = [side.step.graph(count, drawing) for side, drawing in pairs] if graphs else [None]
+        try:
+            if all(recorded):
                 for side, graph in zip(self.sides, recorded, strict=True):
                     assert graph is not None
                     graph.launch(side.stream)
                 return
             together([side.step.walk(count, drawing) for side, drawing in pairs], self._meeting())
+        except BaseException:
+            self._cut()
+            raise
 
     def _meeting(self) -> Meet:
         """Passes the values of one step between the sides."""
@@ -377,16 +388,11 @@ class Stage:
 
     # Failures of a pair
 
-    @contextmanager
-    def _unsure(self) -> Iterator[None]:
-        """If the inside raises, launches may be missing, and one side may have been given work that the other has not."""
-        try:
-            yield
-        except BaseException:
-            self._cut_off = True
-            if self.pair is not None:
-                self.pair.unsure = True
-            raise
+    def _cut(self) -> None:
+        """Launches may be missing, and one side may have been given work that the other has not."""
+        self._cut_off = True
+        if self.pair is not None:
+            self.pair.unsure = True
 
     def _ready(self) -> None:
         """After a failure: selections start from zeros. Of a pair both devices have finished (waits of exchanges are bounded), mailboxes and step

@@ -81,7 +81,9 @@ class StepForward:
         """The recorded step of this kind, or None the first time: then it is to be enqueued launch by launch, which loads the kernels."""
         key = (row_count, None if drawing is None else drawing.key)
         graph = self._graphs.get(key)
-        if graph is None and key in self._graphs:
+        if graph is not None:
+            return graph
+        if key in self._graphs:
             with self.stream.capture() as capture:
                 for index, request in numbered(self.walk(row_count, drawing)):
                     assert self.pair is not None

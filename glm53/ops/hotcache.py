@@ -143,12 +143,12 @@ def allocate(device: Device, shapes: Mapping[str, tuple[DType, tuple[int, ...]]]
 
 def pack_states(states: Iterable[tuple[int, bool, int, int]]) -> np.ndarray:
     """[sessions, 24] u8 of (hot_address, full, boundary, round) per session, the layout of `kv_state`. round: 1 to 2^32 - 1."""
-    packed = []
+    packed = bytearray()
     for hot, full, boundary, tag in states:
         if not 1 <= tag < 1 << 32:
             raise ValueError(f"pack_states: round is {tag}, wanted 1 to 2^32 - 1")
-        packed.append(np.frombuffer(bytes(kv_state(hot, int(full), boundary, tag, 0)), np.uint8))
-    return np.stack(packed) if packed else np.zeros((0, STATE_BYTES), np.uint8)
+        packed += kv_state(hot, full, boundary, tag, 0)
+    return np.frombuffer(packed, np.uint8).reshape(-1, STATE_BYTES)
 
 
 def _match_rows(d: Dims, refs: Array, positions: Array) -> None:

@@ -254,9 +254,8 @@ def copy_back(
     d.match("groups", groups, len(shape.groups), 2, dtype=DType.U32)
     text = f"rows [{first_row}, {first_row + rows})"
     d.require(0 <= first_row <= first_row + rows <= shape.extent_rows, f"{text}, expected within the {shape.extent_rows} of an extent")
-    numbers = (source_address, extent_address, source_plane_bytes)
     d.require(
-        all(n % 16 == 0 for n in numbers),
+        (source_address | extent_address | source_plane_bytes) % 16 == 0,
         f"source {source_address:#x}, extent {extent_address:#x}, plane bytes {source_plane_bytes}: expected multiples of 16",
     )
     if rows == 0:

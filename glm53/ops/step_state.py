@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,17 +112,16 @@ class Ring:
             raise ValueError(f"ring: got {self.words.dtype} for {steps} steps, wanted uint32 for a power of two")
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One step as the ring has it. row_error: 1 + a row that could not be quantised, or 0; link_error: number of an exchange of a pair that got no
-    answer, in this step or before it, or 0. Arrays by row; tops None or (ids, logprobs) [rows, n]."""
+    answer, in this step or before it, or 0. tokens, logprobs [rows]; tops None or (ids, logprobs) [rows][n]."""
 
     step: int
     row_error: int
     link_error: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    tops: tuple[np.ndarray, np.ndarray] | None
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    tops: tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]] | None
 
 
 def record_words(rows: int, tops: int) -> int:
@@ -129,10 +131,12 @@ def record_words(rows: int, tops: int) -> int:
 
 def read_record(ring: Ring, step: int, rows: int, tops: int) -> Record:
     """The record of step number `step`, which has been completed: waited for by its event."""
-    words = ring.words[step % ring.words.shape[0]]
-    body = words[RECORD_HEAD_WORDS : record_words(rows, tops)].reshape(rows, 2 + 2 * tops).copy()
-    split = (body[:, 2 : 2 + tops].view(np.int32), body[:, 2 + tops :].view(np.float32)) if tops else None
-    return Record(int(words[0]), int(words[1]), int(words[2]), body[:, 0].view(np.int32), body[:, 1].view(np.float32), split)
+    row = f"if{tops}i{tops}f" if tops else "if"
+    number, row_error, link_error, *body = struct.unpack_from("<3I" + row * rows, ring.words[step % ring.words.shape[0]])
+    width = 2 + 2 * tops
+    starts = range(2, rows * width, width)
+    split = ([body[i : i + tops] for i in starts], [body[i + tops : i + 2 * tops] for i in starts]) if tops else None
+    return Record(number, row_error, link_error, body[::width], body[1::width], split)
 
 
 def end(

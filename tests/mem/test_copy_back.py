@@ -31,6 +31,7 @@ class Session:
     last_batch_first: int = 0
     enqueued: list[CopyBatch] = field(default_factory=list)  # not completed, oldest first
     landed: set[CopyBatch] = field(default_factory=set)
+    table: list[int] = field(default_factory=list)  # addresses that the device was told
 
     def prefix(self, least: int) -> int:
         """Rows before the first one that has not come as far as `least`."""
@@ -88,12 +89,19 @@ class Simulation:
     def grow(self, session: Session, rows: int) -> bool:
         """Extents for `rows` more rows and a private tail; False if the pool is exhausted, with nothing changed."""
         free = self.pool.free
+        if len(session.rows) + rows <= session.history.ready_rows:
+            self.done["ready"] = self.done.get("ready", 0) + 1
+            return True
         try:
             self.copy_extent(session.history.private_tail())
             session.history.reserve(len(session.rows) + rows)
         except OutOfExtents as short:
             assert short.missing > 0 and self.pool.free in (free, free - 1)
             return False
+        if self.rng.random() < 0.8:
+            told = session.history.told
+            session.table[told:] = session.history.addresses[told:]
+            session.history.table_sent()
         return True
 
     def write(self, session: Session) -> None:
@@ -212,6 +220,7 @@ class Simulation:
             assert history.rows == len(session.rows)
             assert history.committed_rows == session.prefix(2) and history.enqueued_rows == session.prefix(1)
             assert history.boundary == session.last_batch_first and history.pending == session.enqueued
+            assert session.table[: history.told] == history.addresses[: history.told], "the device's table is out of date"
             boundary = history.boundary
             table = [(address - BASE) // self.shape.extent_bytes for address in history.addresses]
             flat = self.memory[table].reshape(-1)[:boundary]
@@ -230,7 +239,7 @@ def test_rows_read_back_through_the_boundary(seed: int, extent_rows: int, ring_r
     for _ in range(500):
         simulation.step()
         simulation.verify()
-    assert {"write", "settle", "truncate", "bypass", "fork"} <= simulation.done.keys()
+    assert {"write", "settle", "truncate", "bypass", "fork", "ready"} <= simulation.done.keys()
     assert not hot_rows or "leave_full" in simulation.done
     for session in list(simulation.sessions):
         simulation.close(session)
