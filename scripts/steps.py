@@ -93,8 +93,16 @@ def experts_hit(run: Run) -> list[int]:
     return found
 
 
+def history_bytes(run: Run, stage: Stage) -> int:
+    """Bytes of the histories that a step must read: every index key of the full layers, the selected rows of all layers."""
+    engine, spec = run.engine, stage.spec
+    rows = [engine.keys.rows(slot) for slot in run.slots]
+    keys = sum(spec.layer_is_full) * sum(rows) * engine.keys.shape.row_bytes
+    return keys + spec.n_layers * sum(min(n, spec.index_topk) for n in rows) * engine.tier.layout.row_bytes
+
+
 def step_bytes(run: Run, stage: Stage) -> tuple[int, int]:
-    """Bytes that a step must read: of all layers together, of the experts hit only, and of the head. Takes one step."""
+    """Bytes of weights that a step must read: of all layers together, of the experts hit only, and of the head. Takes one step."""
     layers, experts = stage.weights[0].layers, stage.spec.n_routed_experts
     hit = experts_hit(run)
     total = sum(matrices(layer, routed=False) + matrices(layer, routed=True) * n / experts for layer, n in zip(layers, hit, strict=True))
