@@ -3,7 +3,8 @@
 // What belongs to a row in an extent is one stretch of host memory, a run: a plane of it, or all planes of a selection group. 32 lanes move a piece of
 // a run together. A run is cut where its host address is a multiple of 128 bytes, so that no line of 128 bytes is asked for twice: over the link,
 // requests are what is dear, and the translation of a host address. Pieces are dealt to the blocks first, of which a short list takes as many as have
-// something to do with all their lanes: the others end at once. Up to FETCH_FLIGHT loads of 16 bytes a work-item are under way before the first store.
+// something to do with all their lanes: the others end at once. Up to FETCH_FLIGHT loads of 16 bytes a work-item are under way before the first
+// store.
 #pragma once
 #include "hotcache.h"
 #include "row_format.h"
@@ -15,7 +16,7 @@ constexpr uint32_t FETCH_LANES = 32, FETCH_TEAMS = COPY_THREADS / FETCH_LANES;  
 constexpr uint32_t FETCH_FLIGHT = 6;
 constexpr uint32_t LINE_WORDS = 8;  // 16-byte words of a line
 
-static_assert(FETCH_FLIGHT == 6, "move_runs counts up to six pieces");
+static_assert(FETCH_FLIGHT == 6, "move_runs and move_stretches count six pieces");
 
 // 16 bytes into four registers and back, as one access each: nvcc makes four of one that goes element by element. An array of words16 would be copied
 // as memory, and clang would put it into LDS.
@@ -33,21 +34,22 @@ struct dealt_runs {
   uint32_t words;   // 16-byte words of a row
   uint32_t run;     // of a run
   uint32_t pieces;  // of a run, wherever it begins in a line
+  uint32_t stride;  // pieces between two of the same 32 lanes, where they are dealt one by one
 };
-DEVICE dealt_runs deal_runs(uint32_t row_bytes, uint32_t planes) {
+DEVICE dealt_runs deal_runs(uint32_t row_bytes, uint32_t planes, uint32_t blocks) {
   uint32_t words = row_bytes / 16, run = planes * words;
-  return {words, run, (run + LINE_WORDS - 1u + FETCH_LANES - 1u) / FETCH_LANES};
+  return {words, run, (run + LINE_WORDS - 1u + FETCH_LANES - 1u) / FETCH_LANES, blocks * FETCH_TEAMS};
 }
 
-// N pieces from `first` on. No branch: clang sinks loads into one, behind the wait for the data of the row before. Lanes outside the run move its
-// first or last word once more, to the same place.
-template <uint32_t N, class R> DEVICE void move_pieces(const R& r, uint32_t first) {
+// N pieces from `first` on, `apart` pieces from one to the next. No branch: clang sinks loads into one, behind the wait for the data of the row before.
+// Lanes outside the run move its first or last word once more, to the same place.
+template <uint32_t N, class R> DEVICE void move_pieces(const R& r, uint32_t first, uint32_t apart) {
   int32_t lane = (int32_t)(thread_id() % FETCH_LANES), last = (int32_t)r.run - 1, place[N];
   uint32_t word[N][4];
   uint64_t host[N], device[N];
   UNROLL
   for (uint32_t j = 0; j < N; j++) {
-    uint32_t piece = first + j, entry = piece / r.pieces;
+    uint32_t piece = first + j * apart, entry = piece / r.pieces;
     place[j] = (int32_t)((piece - entry * r.pieces) * FETCH_LANES) + lane;
     host[j] = R::host(r, entry);
     device[j] = R::DEVICE_LATE ? 0u : R::device(r, entry);
@@ -61,26 +63,39 @@ template <uint32_t N, class R> DEVICE void move_pieces(const R& r, uint32_t firs
   if (R::DEVICE_LATE) {
     previous_done();
     UNROLL
-    for (uint32_t j = 0; j < N; j++) device[j] = R::device(r, (first + j) / r.pieces);
+    for (uint32_t j = 0; j < N; j++) device[j] = R::device(r, (first + j * apart) / r.pieces);
   }
   UNROLL
   for (uint32_t j = 0; j < N; j++) store_words(R::to(r, host[j], device[j], (uint32_t)place[j]), word[j]);
 }
 
-// Pieces [0, total) dealt to `blocks` blocks; this one is number `block`. The same 32 lanes have up to FETCH_FLIGHT successive ones at a time, all lanes
-// together those of one stretch of the list: the translation of a host address that was not asked for lately costs as much as a row.
+// Pieces [0, total) dealt to `blocks` blocks one by one, as is best where blocks are many; this one is number `block`.
 template <class R> DEVICE void move_runs(const R& r, uint32_t total, uint32_t block, uint32_t blocks) {
+  for (uint32_t first = thread_id() % COPY_THREADS / FETCH_LANES * blocks + block, done; first < total; first += done * r.stride) {
+    uint32_t rest = (total - 1u - first) / r.stride;  // further pieces of these lanes
+    done = rest >= 5 ? 6 : rest >= 3 ? 4 : rest + 1;
+    if (done == 6) move_pieces<6>(r, first, r.stride);
+    else if (done == 4) move_pieces<4>(r, first, r.stride);
+    else if (rest == 2) move_pieces<3>(r, first, r.stride);
+    else if (rest == 1) move_pieces<2>(r, first, r.stride);
+    else move_pieces<1>(r, first, r.stride);
+  }
+}
+
+// The same by few blocks: 32 lanes have the pieces of some runs that follow one another, all lanes together those of one stretch of the list, so that
+// few pages of host memory are asked for at a time: the translation of an address that was not asked for lately costs as much as a row does.
+template <class R> DEVICE void move_stretches(const R& r, uint32_t total, uint32_t block, uint32_t blocks) {
   uint32_t teams = blocks * FETCH_TEAMS, each = (total + teams - 1u) / teams, turns = (each + FETCH_FLIGHT - 1u) / FETCH_FLIGHT;
-  uint32_t some = total ? (each + turns - 1u) / turns : 0u, first = (block * FETCH_TEAMS + thread_id() % COPY_THREADS / FETCH_LANES) * some;
+  uint32_t some = total ? (each + turns - 1u) / turns : 0u, first = (block * FETCH_TEAMS + thread_id() % COPY_THREADS / FETCH_LANES) * some;  // a turn
   ROLLED
   for (; first < total; first += teams * some) {
     uint32_t count = total - first < some ? total - first : some;
-    if (count == 6) move_pieces<6>(r, first);
-    else if (count == 5) move_pieces<5>(r, first);
-    else if (count == 4) move_pieces<4>(r, first);
-    else if (count == 3) move_pieces<3>(r, first);
-    else if (count == 2) move_pieces<2>(r, first);
-    else move_pieces<1>(r, first);
+    if (count == 6) move_pieces<6>(r, first, 1);
+    else if (count == 5) move_pieces<5>(r, first, 1);
+    else if (count == 4) move_pieces<4>(r, first, 1);
+    else if (count == 3) move_pieces<3>(r, first, 1);
+    else if (count == 2) move_pieces<2>(r, first, 1);
+    else move_pieces<1>(r, first, 1);
   }
 }
 
@@ -127,11 +142,16 @@ DEVICE uint32_t listed(const fetch_args& a, uint32_t round) {
   return load_system(count);
 }
 
-// `count` entries, dealt to `blocks` blocks of 256 work-items; this one is number `block`. The caller keeps them below 2^31 words.
+// `count` entries, dealt to `blocks` blocks of 256 work-items; this one is number `block`. PART: by move_stretches. The caller keeps them below 2^31
+// words.
+template <bool PART>
 DEVICE void fetch_entries(const fetch_args& a, uint32_t round, const uint32_t* ends, uint32_t count, uint32_t block, uint32_t blocks) {
-  fetch_list f = {{deal_runs(a.row_bytes, a.planes)}, &a, round, ends};
+  fetch_list f = {{deal_runs(a.row_bytes, a.planes, blocks)}, &a, round, ends};
   uint32_t total = (int32_t)count > 0 ? count * f.pieces : 0u, busy = (total + FETCH_TEAMS - 1u) / FETCH_TEAMS;
-  if (block < busy) move_runs(f, total, block, busy < blocks ? busy : blocks);
+  if (!PART && busy < blocks) f.stride = busy * FETCH_TEAMS;
+  if (block >= busy) return;
+  if (PART) move_stretches(f, total, block, busy < blocks ? busy : blocks);
+  else move_runs(f, total, block, busy < blocks ? busy : blocks);
 }
 
 // What fetch_rows does, the lists of all rounds as one: few rows of many sessions are under way together. A block that has rows waits for what earlier
@@ -142,7 +162,7 @@ template <uint32_t TEAMS = 1> DEVICE void fetch_part(const fetch_args& a, uint32
   if (rounds == 1) {
     if (thread_id() == 0) ends[0] = listed(a, 0);
     block_sync();
-    fetch_entries(a, 0, nullptr, ends[0], team, teams);
+    fetch_entries<true>(a, 0, nullptr, ends[0], team, teams);
   }
   for (uint32_t round = 0; rounds > 1 && round < rounds; round += FETCH_ROUNDS) {
     uint32_t at = round + thread_id(), total;
@@ -151,7 +171,7 @@ template <uint32_t TEAMS = 1> DEVICE void fetch_part(const fetch_args& a, uint32
       ends[thread_id()] = count + wave32_prefix(count, &total);
     }
     block_sync();
-    fetch_entries(a, round, ends, ends[FETCH_ROUNDS - 1], team, teams);
+    fetch_entries<true>(a, round, ends, ends[FETCH_ROUNDS - 1], team, teams);
     block_sync();
   }
   if (block == 0) previous_done();

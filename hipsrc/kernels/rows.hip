@@ -155,7 +155,7 @@ template <bool TO_HOST> struct plane_rows : dealt_runs {
 };
 
 template <bool TO_HOST> DEVICE void move_plane(const plane_rows_args& a) {
-  plane_rows<TO_HOST> p = {deal_runs(a.row_bytes, 1), (const uint64_t*)a.table, a.plane_offset_bytes, (uint64_t)a.linear, a.first,
+  plane_rows<TO_HOST> p = {deal_runs(a.row_bytes, 1, a.blocks), (const uint64_t*)a.table, a.plane_offset_bytes, (uint64_t)a.linear, a.first,
                            a.extent_rows, a.stride_bytes};
   move_runs(p, a.rows * p.pieces, block_x(), a.blocks);
 }
@@ -213,7 +213,7 @@ EARLY_KERNEL(fetch_rows, fetch_args, 256, 2) {
   next_may_begin();
   if (thread_id() == 0) *count = history_rows::listed(a, block_y());
   block_sync();
-  history_rows::fetch_entries(a, block_y(), nullptr, *count, block_x(), a.blocks);
+  history_rows::fetch_entries<false>(a, block_y(), nullptr, *count, block_x(), a.blocks);
   previous_done();
 }
 
@@ -222,7 +222,7 @@ EARLY_KERNEL(fetch_rows, fetch_args, 256, 2) {
 KERNEL(copy_back, copy_back_args, 256) {
   using namespace history_rows;
   const uint32_t* group = (const uint32_t*)a.groups + block_y() * 2u;
-  batch_rows b = {deal_runs(a.row_bytes, group[1]), group_base(a, group[0], group[1]), (uint64_t)a.source + group[0] * a.source_plane_bytes,
+  batch_rows b = {deal_runs(a.row_bytes, group[1], a.blocks), group_base(a, group[0], group[1]), (uint64_t)a.source + group[0] * a.source_plane_bytes,
                   a.source_plane_bytes};
   move_runs(b, a.rows * b.pieces, block_x(), a.blocks);
 }
